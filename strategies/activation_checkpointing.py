@@ -102,11 +102,6 @@ class ActivationCheckpointing:
         Blocks without child modules (a ``Linear`` in a ``Sequential``) keep only their input
         anyway, and are left out.
 
-        Args:
-            root: The model.
-            rank: Rank of this process, for messages about a file.
-            recorder: Records the copies.
-
         Raises:
             ConfigError: If the model has no such block.
         """

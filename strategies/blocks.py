@@ -7,6 +7,7 @@ blocks of a tensor plan.
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
@@ -36,12 +37,10 @@ def find_blocks(root: Module) -> dict[str, Module]:
 def failing_module(error: BaseException) -> Module | None:
     """Return the innermost module whose code an error came from."""
     innermost_module = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        module = traceback.tb_frame.f_locals.get("self")
+    for frame, _ in walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
         if isinstance(module, Module):
             innermost_module = module
-        traceback = traceback.tb_next
     return innermost_module
 
 

@@ -34,10 +34,6 @@ model."""
 class CompiledBlocks:
     """Compiles the repeated blocks of a model during a fit.
 
-    Args:
-        is_on: Whether blocks are compiled.
-        recompute: Kind of ``activation_checkpointing``.
-
     Raises:
         ConfigError: With selective checkpointing, which cannot look into compiled blocks.
     """
@@ -123,13 +119,7 @@ def _compiler() -> Any:
 
 
 class CompiledForward:
-    """The forward of a block: compiled in training, plain where a mode intercepts operators.
-
-    Args:
-        name: The class of the block, for messages.
-        plain: Its uncompiled forward.
-        compiled: The same, compiled.
-    """
+    """The forward of a block: compiled in training, plain where a mode intercepts operators."""
 
     def __init__(self, name: str, plain: Callable[..., Any], compiled: Callable[..., Any]) -> None:
         self._name = name

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from boltmesh.axes import divisors
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.context.axis import ContextAxis
 from boltmesh.strategies.context.options import ContextOptions
@@ -94,8 +95,7 @@ class ContextParallelStrategy(MeshStrategy):
     def choose_layout(self, world_size: int) -> MeshLayout:
         size = self.options.size or world_size
         if size > world_size or world_size % size:
-            fitting = max(each for each in range(1, world_size + 1)
-                          if world_size % each == 0 and each <= size)  # fmt: skip
+            fitting = max(each for each in divisors(world_size) if each <= size)
             raise LayoutError(
                 f"size={size} was asked of a job with {world_size} ranks, and a context group "
                 f"needs {size} of them. Set size={fitting}, or start a multiple of {size} ranks."

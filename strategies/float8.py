@@ -19,6 +19,7 @@ from torch.nn import Linear, Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.patch import Changes
 
 Recipe = Literal["tensorwise", "rowwise"]
 
@@ -46,14 +47,10 @@ class Float8Products:
                 f"float8='tensorwise' or float8='rowwise'."
             )
         self.recipe = recipe
-        self._layers: list[Linear] = []
+        self._changes = Changes()
 
     def refuse(self, device: torch.device, axes: Iterable[Any]) -> None:
         """Refuse a run that cannot compute float8 products.
-
-        Args:
-            device: Device of the run.
-            axes: Axes of its mesh.
 
         Raises:
             ConfigError: Naming the axis, the device or the missing package.
@@ -85,7 +82,7 @@ class Float8Products:
         Raises:
             ConfigError: If no layer of a repeated block can be converted.
         """
-        if self.recipe is None or self._layers:
+        if self.recipe is None or self._changes.modules():
             return
         layers = convertible_layers(root)
         if not layers:
@@ -96,14 +93,11 @@ class Float8Products:
             )
         forward_of = _torchao().forward_by(self.recipe, emulate=device.type == "cpu")
         for layer in layers:
-            vars(layer)["forward"] = forward_of(layer)
-        self._layers = layers
+            self._changes.set(layer, "forward", forward_of(layer))
 
     def take_off(self) -> None:
         """Restore the layers."""
-        for layer in self._layers:
-            del vars(layer)["forward"]
-        self._layers = []
+        self._changes.undo()
 
 
 def convertible_layers(root: Module) -> list[Linear]:

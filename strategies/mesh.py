@@ -42,10 +42,6 @@ class MeshLayout:
     def fill_data(cls, *, world_size: int, **sizes: int) -> "MeshLayout":
         """Give the data axis all ranks that the other axes leave.
 
-        Args:
-            world_size: Ranks of the job.
-            **sizes: Sizes of the other axes.
-
         Raises:
             LayoutError: When their product does not divide ``world_size``.
         """
@@ -199,13 +195,7 @@ def nearest_layouts(
 
 
 def _layouts(world_size: int, ranks_per_host: int, others: Sequence[str]) -> Iterator[MeshLayout]:
-    """Yield all layouts of a job.
-
-    Args:
-        world_size: Ranks of the job.
-        ranks_per_host: Ranks of each host.
-        others: The axes beside the data axis.
-    """
+    """Yield all layouts of a job."""
 
     def divide(left: int, names: Sequence[str]) -> Iterator[dict[str, int]]:
         if not names:

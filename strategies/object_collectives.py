@@ -1,7 +1,7 @@
 """Collectives on Python objects, and actions that fail on all ranks or on none.
 
-``gather_objects`` and ``broadcast_object`` take any small object that can be pickled. After
-``all_or_none`` no rank waits for one that has failed.
+``gather_objects`` and ``broadcast_object`` take any small object that can be pickled; a group None
+stands for all ranks of the job. After ``all_or_none`` no rank waits for one that has failed.
 """
 
 from collections.abc import Callable
@@ -15,35 +15,19 @@ T = TypeVar("T")
 
 
 def gather_objects(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the item of each rank, in the order of the group. Collective over the group.
-
-    Args:
-        item: Small and picklable.
-        group: The ranks; None for all ranks of the job.
-    """
+    """Return the item of each rank, in the order of the group. Collective over the group."""
     items = [item] * dist.get_world_size(group)
     dist.all_gather_object(items, item, group)
     return items
 
 
 def broadcast_from_rank0(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return the first rank's value on every rank. Collective over the group.
-
-    Args:
-        value: Small and picklable; only the first rank's is used.
-        group: The ranks; None for all ranks of the job.
-    """
+    """Return the first rank's value on every rank. Collective over the group."""
     return broadcast_object(value, 0 if group is None else dist.get_global_rank(group, 0), group)
 
 
 def broadcast_object(value: T, source: int, group: dist.ProcessGroup | None = None) -> T:
-    """Return one rank's value on every rank. Collective over the group.
-
-    Args:
-        value: Small and picklable; only the source's is used.
-        source: Rank of the source within the job.
-        group: The ranks; None for all ranks of the job.
-    """
+    """Return the value of rank ``source`` of the job on every rank. Collective over the group."""
     holder = [value]
     dist.broadcast_object_list(holder, source, group=group)
     return holder[0]
@@ -81,10 +65,6 @@ def run_on_rank0_and_broadcast(
     action: Callable[[], T], group: dist.ProcessGroup | None = None
 ) -> T:
     """Run ``action`` on rank 0 and return its result on all ranks. Collective over all ranks.
-
-    Args:
-        action: May raise; returns a picklable object.
-        group: See ``all_or_none``.
 
     Raises:
         CheckpointError: The action failed; raised on every rank.

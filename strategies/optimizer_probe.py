@@ -164,11 +164,6 @@ def shard_mismatch(
 
     Collective over ``mesh``; every rank returns the same. Also None if it cannot be tried on small
     matrices.
-
-    Args:
-        optimizer: This rank's optimizer.
-        mesh: Ranks that share the model's shards.
-        placements: Placement of the model's shards for each dim of ``mesh``.
     """
     why: list[str] = []
 

@@ -4,7 +4,7 @@ See [Note: Whole parameters at one owner].
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,14 @@ from torch.nn import Parameter
 from boltmesh.strategies.checkpoint.chunks import DimDivision, OffloadedChunk
 from boltmesh.strategies.torch_compat.communication import all_to_all
 from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _Type = tuple[torch.dtype, torch.device]
 _Pair = tuple[Tensor, Tensor]
 """Value and gradient of one parameter, of equal shape and dtype."""
 
 
-class AxisTraffic(NamedTuple):
-    """Bytes and calls of one rank over one axis, in a step that steps all parameters."""
-
-    axis: str
-    operator: str
-    num_bytes: int
-    num_calls: int
+WHY = "gradients and parameters to the rank that steps them whole, and parameters back"
 
 
 class Exchange(Protocol):
@@ -64,7 +59,7 @@ class Exchange(Protocol):
             wholes: Values of what this rank owns, of ``whole_shape``, in the order of ``owned``.
         """
 
-    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
         """Return what this rank sends in a step that steps all parameters."""
 
 
@@ -76,18 +71,14 @@ class JoinedPart(Protocol):
         """This rank's part of the full tensor."""
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the full tensor, of shape ``division.shape``. Collective."""
+        """Return the full tensor of the parameter, or of a tensor of its shape. Collective."""
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a full tensor. Local."""
 
 
 class ShardExchange:
-    """Moves parameters that are sharded by rows, between their ranks and their owners.
-
-    Args:
-        group: Ranks that hold the shards of one copy of the model.
-    """
+    """Moves parameters that are sharded by rows, between their ranks and their owners."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -102,11 +93,7 @@ class ShardExchange:
         return parameter.shape
 
     def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
-        """Return whole values and gradients of what this rank owns. Collective over the group.
-
-        Args:
-            owned: The parameters that each rank owns, in the same order on all ranks.
-        """
+        """Return whole values and gradients of what this rank owns. Collective over the group."""
         mine = owned[self.rank]
         pairs: dict[int, _Pair] = {}
         for like in _types(owned):
@@ -130,12 +117,7 @@ class ShardExchange:
         return [pairs[id(parameter)] for parameter in mine]
 
     def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
-        """Write whole values into the shards of all ranks. Collective over the group.
-
-        Args:
-            owned: As for ``gather``.
-            wholes: Values of what this rank owns, in the order of ``owned``.
-        """
+        """Write whole values into the shards of all ranks. Collective over the group."""
         value_of = dict(zip(map(id, owned[self.rank]), wholes, strict=True))
         for like in _types(owned):
             splits = [
@@ -167,20 +149,16 @@ class ShardExchange:
         rows = shard_rows(num_rows, rank, self.size)
         return len(rows) * (parameter.numel() // max(num_rows, 1))
 
-    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
         """Return what this rank sends in a step that steps all parameters."""
         sent = sum(_local(parameter).nbytes for some in owned for parameter in some)
         own = sum(parameter.numel() * parameter.element_size() for parameter in owned[self.rank])
-        return [AxisTraffic("data", "alltoall_base", 2 * sent + own, 2 * len(_types(owned)))]
+        moved, calls = float(2 * sent + own), float(2 * len(_types(owned)))
+        return [ExpectedTraffic("data", "alltoall_base", moved, calls, WHY)]
 
 
 class PartExchange:
-    """Moves parameters of which each rank of a tensor group has a part in a plain tensor.
-
-    Args:
-        group: The tensor group.
-        parts: How the parameters are joined and cut.
-    """
+    """Moves parameters of which each rank of a tensor group has a part in a plain tensor."""
 
     def __init__(self, group: ProcessGroup, parts: Mapping[Parameter, JoinedPart]) -> None:
         self._group = group
@@ -241,15 +219,15 @@ class PartExchange:
                 part = self._parts.get(id(parameter))
                 yield parameter, whole if part is None else part.cut(whole)
 
-    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
         """Return what this rank moves in a step that steps all parameters."""
-        num_bytes = num_calls = 0
+        num_bytes = num_calls = 0.0
         for parameter in (parameter for some in owned for parameter in some):
             is_part = id(parameter) in self._parts
             size = self.whole_shape(parameter).numel() * parameter.element_size()
             num_bytes += 3 * size if is_part else size
             num_calls += 2 * self.size + 1 if is_part else 1
-        return [AxisTraffic("tensor", "broadcast", num_bytes, num_calls)]
+        return [ExpectedTraffic("tensor", "broadcast", num_bytes, num_calls, WHY)]
 
 
 class ShardedPartExchange:
@@ -284,7 +262,7 @@ class ShardedPartExchange:
         parts = [part for _, part in self._parts.send(self._here(owned), wholes)]
         self._shards.give_back(self._by_data(owned), parts)
 
-    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
         """Return what this rank sends in a step that steps all parameters."""
         shards = self._shards.traffic(self._by_data(owned))
         return shards + self._parts.traffic(self._here(owned))

@@ -179,15 +179,15 @@ class Parallel3DStrategy(MeshStrategy):
             balance=balance,
             tile_tokens=tile_tokens,
         )
-        if pipeline > 1:
-            _refuse_two_versions(PipelineOptions(**stages), shards)
-        if data == 1:
-            _refuse_idle({"shard_size": shard_size}, ZeroOptions(), "data", data)
-        self.options = TensorOptions(tensor, plan, sequence_parallel, loss_parallel)
         self.pipeline_axis: PipelineAxis | None = None
         """None with ``pipeline=1``: steps are then run in one piece."""
         if pipeline > 1:
-            self.pipeline_axis = PipelineAxis(PipelineOptions(**stages), pipeline)
+            options = PipelineOptions(**stages)
+            _refuse_two_versions(options, shards)
+            self.pipeline_axis = PipelineAxis(options, pipeline)
+        if data == 1:
+            _refuse_idle({"shard_size": shard_size}, ZeroOptions(), "data", data)
+        self.options = TensorOptions(tensor, plan, sequence_parallel, loss_parallel)
         self.tensor_axis = TensorAxis(self.options, tensor)
         data_axis = _data_axis(
             zero_stage, shards, pipeline=pipeline, tensor=tensor, context=context
@@ -324,22 +324,21 @@ def _data_axis(
         # Replicas are shards of one rank each: experts beside them are shards in any case.
         of_experts = ("expert", "expert_capacity", "expert_bias")
         others = {name: each for name, each in shards.items() if name not in of_experts}
-        for name, value in _changed(others, ZeroOptions()).items():
-            raise _about_shards(name, value)
+        _refuse_shards(others)
         shards, stage = {**shards, "shard_size": 1}, 1
     if stage:
         options = ZeroOptions(stage=stage, key="zero_stage", **shards)
         return PipelineZeroAxis(options) if pipeline > 1 else ZeroAxis(options)
-    for name, value in _changed(shards, ZeroOptions()).items():
-        raise _about_shards(name, value)
+    _refuse_shards(shards)
     return PipelineDdpAxis() if pipeline > 1 else DdpAxis(DdpOptions())
 
 
-def _about_shards(name: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"{name}={value!r} is about shards, and with zero_stage=0 every rank of the data axis "
-        f"has all of its part. Leave {name} out, or set zero_stage=1, 2 or 3."
-    )
+def _refuse_shards(options: Mapping[str, Any]) -> None:
+    for name, value in _changed(options, ZeroOptions()).items():
+        raise ConfigError(
+            f"{name}={value!r} is about shards, and with zero_stage=0 every rank of the data axis "
+            f"has all of its part. Leave {name} out, or set zero_stage=1, 2 or 3."
+        )
 
 
 def _check_sizes(**sizes: int | None) -> None:

@@ -20,7 +20,6 @@ Elsewhere a Python number computed from a shard is refused, also from that of a 
 """
 
 import difflib
-import os
 from collections.abc import (
     Callable,
     Collection,
@@ -50,13 +49,15 @@ from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.grad_norm import HeldShare, NormShare, PartShare
 from boltmesh.strategies.offload.shard_tensor import OffloadedShard
+from boltmesh.strategies.owner_exchange import JoinedPart
 from boltmesh.strategies.patch import members_replaced
 from boltmesh.strategies.pytree import tensors_in
-from boltmesh.strategies.source_line import OF_TORCH, line_outside
+from boltmesh.strategies.source_line import line_outside
 from boltmesh.strategies.torch_compat.fsdp import is_gathered, unit_parameter_names, unit_parameters
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredParameter
 from boltmesh.strategies.torch_compat.tensors import (
     check_number_reads,
+    dtensor_like,
     functions_unwatched,
     is_equal,
     local_tensor,
@@ -68,17 +69,7 @@ _units: "WeakSet[FSDPModule]" = WeakSet()
 is no part."""
 
 
-class ShardOfParameter(Protocol):
-    """Joins a parameter of which each rank of a group holds a part in a plain tensor."""
-
-    def join(self, part: Tensor) -> Tensor:
-        """Return the full tensor of the parameter, or of a tensor of its shape. Collective."""
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor. Local."""
-
-
-_parts: MutableMapping[Tensor, ShardOfParameter] = WeakTensorKeyDictionary()
+_parts: MutableMapping[Tensor, JoinedPart] = WeakTensorKeyDictionary()
 """Entries of every model of this process, by parameter."""
 
 
@@ -131,7 +122,7 @@ def _refuse_number_of_shard(tensor: DTensor) -> None:
     if all(each.is_replicate() or mesh.size(at) == 1 for at, each in enumerate(tensor.placements)):
         return
     raise UnsupportedError(
-        f"A number of a tensor is read ({line_outside(_MACHINERY)}) of which each rank has a "
+        f"A number of a tensor is read ({line_outside()}) of which each rank has a "
         f"shard, so that ranks would get different ones. The norm of gradients is "
         f"trainer.strategy.gradient_norm(optimizer) on all ranks; other numbers of gradients can "
         f"be made in on_after_backward and on_before_optimizer_step, on all ranks, and numbers of "
@@ -139,7 +130,7 @@ def _refuse_number_of_shard(tensor: DTensor) -> None:
     )
 
 
-def register_shards(parts: Mapping[Parameter, ShardOfParameter]) -> None:
+def register_shards(parts: Mapping[Parameter, JoinedPart]) -> None:
     """Register parameters of which this rank holds parts in plain tensors."""
     for parameter, part in parts.items():
         _parts[parameter] = part
@@ -291,14 +282,7 @@ def _gather(shard: Parameter) -> Parameter:
 def _gather_shards(shard: DTensor) -> Tensor:
     """Return the full tensor of a parameter sharded over the data axis, in its own memory."""
     local = shard_value(shard)
-    value = DTensor.from_local(
-        local.to(shard.device),
-        shard.device_mesh,
-        shard.placements,
-        run_check=False,
-        shape=shard.shape,
-        stride=shard.stride(),
-    ).full_tensor()
+    value = dtensor_like(local.to(shard.device), shard).full_tensor()
     if value.data_ptr() == local.data_ptr():
         value = value.clone()  # a single rank's shard is the full tensor
     return value
@@ -344,8 +328,6 @@ _GRAD: Any = Tensor.grad  # torch declares its descriptor as a plain attribute
 _READERS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__format__"}
 """Methods that turn a tensor into Python or NumPy values."""
 
-_MACHINERY = (*OF_TORCH, os.path.dirname(os.path.abspath(__file__)) + os.sep)
-
 
 @dataclass(frozen=True)
 class _GradientSource:
@@ -361,9 +343,6 @@ class GradientReads(TorchFunctionMode):
 
     Where a hook computes a number from a gradient, that is collective over the ranks that shard the
     parameter.
-
-    Args:
-        shares: Contributions of the axes to norms of gradients.
     """
 
     def __init__(self, shares: Iterable[NormShare]) -> None:
@@ -428,7 +407,7 @@ class GradientReads(TorchFunctionMode):
             return
         has = "a part of these" if parameters & self._parts else "those of its stages alone"
         raise UnsupportedError(
-            f"A hook ({line_outside(_MACHINERY)}) makes a number of gradients, and a rank has "
+            f"A hook ({line_outside()}) makes a number of gradients, and a rank has "
             f"{has}. Take trainer.strategy.gradient_norm(optimizer), the norm over all ranks of "
             f"the model, which is finite if all gradients are, and clip by self.clip_gradients or "
             f"torch.nn.utils.clip_grad_norm_."

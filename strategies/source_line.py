@@ -10,13 +10,12 @@ import torch
 OF_TORCH = (os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
 """Paths of torch and of ``contextlib``, through which torch is called."""
 
+MACHINERY = (*OF_TORCH, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+"""These and the strategies."""
 
-def line_outside(machinery: Sequence[str]) -> str:
-    """Return file and line of the innermost frame outside of some paths.
 
-    Args:
-        machinery: Prefixes of the paths of files that are skipped; this file is too.
-    """
+def line_outside(machinery: Sequence[str] = MACHINERY) -> str:
+    """Return file and line of the innermost frame outside of some paths, given by prefixes."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:
         file = frame.f_code.co_filename

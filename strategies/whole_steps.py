@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from boltmesh.strategies.owner_exchange import AxisTraffic, Exchange
+from boltmesh.strategies.owner_exchange import Exchange
 from boltmesh.strategies.torch_compat.optimizers import patch_optimizer, step_without_hooks
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
-from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 
 STAND_IN_SIZE = 2
 
@@ -102,7 +102,7 @@ class WholeSteps:
         owner = self._owner.get(id(parameter))
         return None if owner is None else owner == self._exchange.rank
 
-    def traffic(self) -> list[AxisTraffic]:
+    def traffic(self) -> list[ExpectedTraffic]:
         """Return what this rank sends in a step that steps all parameters."""
         rounds = map(self._by_owner, self._rounds(self._shared))
         return [each for owned in rounds for each in self._exchange.traffic(owned)]
@@ -230,22 +230,8 @@ def add_whole_steps(
     expected: Sequence[ExpectedTraffic], steps: Sequence[WholeSteps], axis: str
 ) -> list[ExpectedTraffic]:
     """Add what steps of whole parameters send over an axis to the expected traffic of a step."""
-    why = "gradients and parameters to the rank that steps them whole, and parameters back"
-    combined = list(expected)
-    sent = [traffic for each in steps for traffic in each.traffic() if traffic.axis == axis]
-    for _, operator, num_bytes, calls in sent:
-        known = next((each for each in combined if each.operator == operator), None)
-        if known is None:
-            combined.append(ExpectedTraffic(axis, operator, float(num_bytes), float(calls), why))
-            continue
-        combined[combined.index(known)] = ExpectedTraffic(
-            known.axis,
-            operator,
-            known.payload_bytes + num_bytes,
-            None if known.calls is None else known.calls + calls,
-            known.why if why in known.why else f"{known.why}; {why}",
-        )
-    return combined
+    sent = [moved for each in steps for moved in each.traffic() if moved.axis == axis]
+    return added_up([*expected, *sent])
 
 
 def is_owned(parameter: Tensor, steps: Iterable[WholeSteps]) -> bool | None:

@@ -4,8 +4,8 @@
 whose layers are divided, from their plan.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,8 @@ def plan_replicas(
     hardware: Hardware,
     *,
     scale: float = 1.0,
-    experts: "DividedExperts | None" = None,
+    owned: OwnedExperts | None = None,
+    exchanged: Sequence[Collective] = (),
     recomputed: StepWork = NO_WORK,
 ) -> PlannedLayout:
     """Return the memory and the time of a layout of whole models.
@@ -58,10 +59,12 @@ def plan_replicas(
         job: Ranks and batches of the layout.
         hardware: Devices and rates that the layout is for.
         scale: Rows of the layout's batch over those of the model's.
-        experts: Experts that are divided over ranks.
+        owned: Experts that are divided over ranks.
+        exchanged: Exchanges of their rows, and sums of their gradients over the copies.
         recomputed: Work of one batch that the backward pass repeats.
     """
-    assert model.work is not None
+    work = model.work
+    assert work is not None
     activations = model.activations and Activations(
         ceil(model.activations.saved_bytes * scale),
         ceil(model.activations.transient_bytes * scale),
@@ -72,31 +75,30 @@ def plan_replicas(
         activations=activations,
         forward_flops=ceil((model.forward_flops or 0) * scale),
     )
-    assert model.work is not None
     rest, stepped = model, 0.0
-    exchanged: tuple[Collective, ...] = ()
-    if experts is not None:
-        rest, owned = experts.owned.split(model)
-        exchanged, stepped = experts.traffic, owned.trained_numel
+    if owned is not None:
+        rest, own = owned.split(model)
+        stepped = own.trained_numel
     sharing = sharing_of(layout.name, STRATEGIES[layout.name], layout.arguments)
     shards = job.num_shards if sharing.stage else 1
     has_parameters = sharing.parameter_place == "device"
     outside = 1.0 if not has_parameters else layout.arguments.get("offload_fraction", 1.0)
     on_device = 1.0 - outside if sharing.has_engine else 1.0
-    memory = estimate_memory(model, sharing, job, None if experts is None else experts.owned)
-    assert model.work is not None
+    memory = estimate_memory(model, sharing, job, owned)
     step = RankStep(
-        work=scaled(model.work, scale),
+        work=scaled(work, scale),
         recomputed=scaled(recomputed, scale),
         batches=layout.accumulate,
         sizes=layout.sizes,
         microbatches=1,
         bubble=0.0,
-        traffic=tuple(
-            Collective("data", each.operator, each.calls, each.whole_bytes, _group(each, job))
-            for each in estimate_traffic(rest, sharing, job)
-        )
-        + exchanged,
+        traffic=(
+            *(
+                Collective("data", each.operator, each.calls, each.whole_bytes, _group(each, job))
+                for each in estimate_traffic(rest, sharing, job)
+            ),
+            *exchanged,
+        ),
         is_gathering=sharing.stage == 3,
         stepped_numel=on_device * rest.trained_numel / shards + stepped,
         stepped_tensors=sum(len(each.tensors) for each in model.units),
@@ -174,19 +176,6 @@ def _seconds_outside(
     if sharing.parameter_place == "device":
         return {"transfer_s": 0.0, "outside_s": max(host, disk, bus)}
     return {"transfer_s": bus, "outside_s": max(host, disk)}
-
-
-@dataclass(frozen=True)
-class DividedExperts:
-    """Experts that are divided over ranks, and what moves for that in a step.
-
-    Attributes:
-        owned: The experts.
-        traffic: Exchanges of rows, and sums of gradients over the copies.
-    """
-
-    owned: OwnedExperts
-    traffic: tuple[Collective, ...]
 
 
 def _group(moved: OperatorBytes, job: JobShape) -> int:

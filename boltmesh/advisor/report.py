@@ -40,12 +40,7 @@ def head_lines(found: ConfigSearch) -> Iterator[str]:
 
 
 def report_lines(found: ConfigSearch, count: int) -> Iterator[str]:
-    """Yield the report as lines of text.
-
-    Args:
-        found: Layouts that were found.
-        count: Layouts that are shown.
-    """
+    """Yield the report of the best ``count`` layouts as lines of text."""
     yield from head_lines(found)
     yield ""
     chosen = found.best(count)

@@ -14,7 +14,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from boltmesh.advisor.evaluate import (
-    DividedExperts,
     judged,
     order,
     plan_divided,
@@ -39,7 +38,7 @@ from boltmesh.axes import divisors
 from boltmesh.configs.advice import COMMAND_LINE
 from boltmesh.configs.load import load
 from boltmesh.errors import BoltMeshError, ConfigError
-from boltmesh.plan.strategy_options import optimizer_copies, trainer_reads_gradients
+from boltmesh.plan.strategy_options import class_of, optimizer_copies, trainer_reads_gradients
 from boltmesh.planner.layout import Layout, Recompute, Tier
 from boltmesh.planner.search import Allowed, by_kind, by_prediction, divisions, search, with_room
 from boltmesh.planner.transformer import transformer_like
@@ -114,7 +113,6 @@ class ConfigSearcher:
 
     def _search(self) -> ConfigSearch:
         from boltmesh.plan.dry_model import describe_model
-        from boltmesh.plan.stage_model import class_of
         from boltmesh.strategies.dry_run.unsupported import nothing_to_train
 
         self._end = time.monotonic() + SEARCH_S
@@ -384,17 +382,22 @@ class ConfigSearcher:
             reads_gradients=trainer_reads_gradients(self.loaded),
             is_on_host=self.hardware.is_cpu,
         )
+        owned: OwnedExperts | None = None
+        exchanged: Sequence[Collective] = ()
+        if axes.expert > 1:
+            owned, exchanged = self._experts(layout)
         return plan_replicas(
             model,
             layout,
             job,
             self.hardware,
             scale=self._scale_of(layout),
-            experts=None if axes.expert == 1 else self._experts(layout),
+            owned=owned,
+            exchanged=exchanged,
             recomputed=again,
         )
 
-    def _experts(self, layout: ConfigLayout) -> DividedExperts:
+    def _experts(self, layout: ConfigLayout) -> tuple[OwnedExperts, tuple[Collective, ...]]:
         """Return the experts of a layout of whole models, and the bytes that are moved for them."""
         from boltmesh.plan.expert_plan import plan_expert, watch_experts
 
@@ -409,7 +412,7 @@ class ConfigSearcher:
         calls = EXCHANGES_OF_LAYER * len(plan.experts) * layout.accumulate
         summed = Collective("data", "all-reduce", None, plan.expert_bytes / size, copies)
         exchanged = Collective("expert", EXCHANGES[0], calls, sent, size)
-        return DividedExperts(OwnedExperts(names, size, copies), (summed, exchanged))
+        return OwnedExperts(names, size, copies), (summed, exchanged)
 
     # Pipelines, context and tensor groups.
 

@@ -1,6 +1,5 @@
 """``AutoStrategy`` (``bolt_auto``): replicas, ZeRO or offload, chosen when the model is known."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +14,11 @@ from boltmesh.advisor.machine import Hardware, known_file, read_rates
 from boltmesh.advisor.report import memory_text, room_text
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.host_memory import host_memory_bytes
-from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
-from boltmesh.plan.dry_step import DryStep, short_error
+from boltmesh.plan.dry_model import NumberTypes, run_on_fakes, shape_of_model
+from boltmesh.plan.dry_step import NO_WORK, DryStep, short_error
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
-from boltmesh.strategies.cost_model.model import (
-    Activations,
-    JobShape,
-    ModelShape,
-    StepWork,
-    widths_of,
-)
+from boltmesh.strategies.cost_model.model import JobShape, ModelShape, widths_of
 from boltmesh.strategies.cost_model.offload import keeps_fp32
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
@@ -35,14 +28,8 @@ from boltmesh.strategies.dry_run.no_side_effects import untraced
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat.loops import without_shown_loader
-from boltmesh.strategies.lightning_compat.trainer import (
-    module_keeps_gradients,
-    module_reads_gradients,
-    reads_gradients,
-)
+from boltmesh.strategies.lightning_compat.trainer import reads_gradients
 from boltmesh.strategies.registry import STRATEGIES
-from boltmesh.strategies.torch_compat.modules import swapped_state
-from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake, tree_map
 
 if TYPE_CHECKING:
     from boltmesh.strategies.engine.data_axis import DataAxis
@@ -206,34 +193,14 @@ def _axis_of(name: str) -> "DataAxis":
 def _describe(trainer: Trainer, module: LightningModule) -> tuple[ModelShape, str | None]:
     """Return the module as the estimates have it, and why its step could not be run, if so."""
     types = NumberTypes.of(str(trainer.precision))
-    measured, mode = DryStep(), fake_tensors()
+    measured = DryStep()
     complaint: str | None
     try:
         batch = without_shown_loader(sample_batch, trainer).batch
-        with ExitStack() as stack:
-            stack.enter_context(untraced(module, torch.device("cpu")))
-            named = [*module.named_parameters(), *module.named_buffers()]
-            swapped = {name: make_fake(each, mode) for name, each in named}
-            stack.enter_context(mode)
-            stack.enter_context(swapped_state(module, swapped))
-            batch = tree_map(faked(mode, types.stored), batch)
-            complaint = measured.run(module, batch, types.cast)
+        with untraced(module, torch.device("cpu")):
+            complaint = run_on_fakes(measured, module, batch, types)
     except Exception as error:  # noqa: BLE001 - the choice goes on without activations
         complaint = short_error(error)
-    known = complaint is None
-    shape = ModelShape(
-        type(module).__name__,
-        shapes_of_units(
-            module, None, multiplied=measured.counts.cast_names, is_autocast=types.is_autocast
-        ),
-        buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
-        activations=Activations(
-            measured.counts.saved_bytes, measured.counts.transient_bytes, "counted"
-        )
-        if known
-        else None,
-        work=measured.counts.work if known else StepWork(0, 0, 0),
-        reads_gradients=module_reads_gradients(module),
-        keeps_gradients=module_keeps_gradients(module),
-    )
-    return shape, complaint
+    counts = measured.counts if complaint is None else None
+    shape = shape_of_model(module, None, types, counts)
+    return replace(shape, work=shape.work or NO_WORK), complaint

@@ -24,6 +24,7 @@ from boltmesh.plan.strategy_options import (
     PREFIX,
     as_mapping,
     check_given,
+    class_of,
     copies_note,
     float8_note,
     given_to,
@@ -290,13 +291,12 @@ def _describe(
         from boltmesh.plan.dry_model import describe_model
 
         model, made, notes = describe_model(config, options, source=source)
-        name = None if made is None else type(made).__name__
-        arguments: Mapping[str, Any] = {} if made is None else made.defaults
+        optimizer = class_of(made)
     else:
         size = GPTSize.of(as_mapping(config.model.init_args))
         model, notes = describe_gpt(size, batch=known, widths=widths), ()
-        name, arguments = "AdamW", {}
-    copies, note = optimizer_copies(config, name, arguments)
+        optimizer = "AdamW", {}
+    copies, note = optimizer_copies(config, *optimizer)
     return model, copies, (*notes, *note)
 
 

@@ -4,7 +4,6 @@ The model is built from fake tensors. One batch of the data runs through it for 
 context group, with a process group that only counts.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
-from torch.distributed import ProcessGroup
 
 from boltmesh.configs.advice import located
 from boltmesh.errors import ConfigError, LayoutError
@@ -21,12 +19,11 @@ from boltmesh.plan.dry_model import stand_in_model
 from boltmesh.plan.dry_step import STEP
 from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.axis import ContextBoundaries
+from boltmesh.strategies.context.axis import ContextAxis, ContextBoundaries
 from boltmesh.strategies.context.entries import (
     EntryHooks,
     SequenceEntry,
     find_entries,
-    find_sequences,
     lengths_of,
 )
 from boltmesh.strategies.context.exchange import ContextGroup
@@ -88,7 +85,9 @@ def plan_context(
         run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
         entries = find_sequence(run, options, source=source).entries
         sent, lengths, gathered = [], set[int](), dict[str, int]()
-        hooks = EntryHooks(module, entries, _state(options, 0, size), on_length=lengths.add)
+        whole = _state(options, 0, size)
+        whole.take_batch(batch)
+        hooks = EntryHooks(module, entries, whole, on_length=lengths.add)
         analyse(module, run.forward, blocks=find_blocks(module))
         hooks.remove()
         for rank in range(size):
@@ -97,9 +96,7 @@ def plan_context(
                 sent.append(_counted(run, state, source))
             gathered.update(state.gathered)
     length = max(lengths)
-    state = _state(options, 0, size)
-    state.take_batch(batch)
-    division = state.divide(length)
+    division = whole.divide(length)
     return ContextSummary(
         model=type(module).__name__,
         size=size,
@@ -139,8 +136,7 @@ def find_sequence(run: DryRun, options: ContextOptions, *, source: str) -> Found
             f"{source}: {type(module).__name__}.{STEP} has no sequence that could be divided. "
             f"Plan another strategy, such as --strategy zero3."
         )
-    axes, _ = find_sequences(analysis, lengths)
-    return FoundSequence(entries, find_tokenwise(analysis, axes))
+    return FoundSequence(entries, find_tokenwise(analysis, lengths))
 
 
 @contextmanager
@@ -169,30 +165,19 @@ def stages_divided(
     size: int,
 ) -> Iterator[ContextBoundaries]:
     """Context for stages that run with the positions of one rank, whose group only counts."""
-    state = _state(options, rank, size)
+    axis, state = ContextAxis(options), _state(options, rank, size)
     hooks = EntryHooks(module, entries, state)
+    axis.entries, axis.state, axis.hooks = entries, state, hooks
     try:
         with functions_watched(), flex_attention_watched():
-            yield ContextBoundaries(_CutSequences(entries, state, hooks))
+            yield ContextBoundaries(axis)
     finally:
         state.end_step()
         hooks.remove()
 
 
-@dataclass(frozen=True)
-class _CutSequences:
-    entries: tuple[SequenceEntry, ...]
-    state: ContextState
-    hooks: EntryHooks
-
-    @property
-    def sharing_group(self) -> ProcessGroup:
-        return self.state.group.process_group
-
-
 def _state(options: ContextOptions, rank: int, size: int) -> ContextState:
-    group = ContextGroup(CountingGroup(rank, size), torch.device("cpu"))
-    return ContextState(group, options.attention, options.balance, options.max_gather_bytes)
+    return options.new_state(ContextGroup(CountingGroup(rank, size), torch.device("cpu")))
 
 
 def _counted(run: DryRun, state: ContextState, source: str) -> dict[str, int]:
@@ -203,10 +188,7 @@ def _counted(run: DryRun, state: ContextState, source: str) -> dict[str, int]:
             f"{source}: {STEP} needs values of tensors, so its bytes cannot be counted before a "
             f"run. boltmesh fit proves the step and shows them."
         )
-    purposes: Counter[str] = Counter()
-    for purpose, num_bytes in state.group.sent.items():
-        purposes[purpose] += num_bytes
-    return dict(purposes)
+    return dict(state.group.sent)
 
 
 def write_context(summary: ContextSummary) -> str:

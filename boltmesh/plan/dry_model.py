@@ -23,7 +23,7 @@ from typing_extensions import Self
 from boltmesh.configs.classes import build
 from boltmesh.errors import ConfigError
 from boltmesh.launch.log_filters import quiet_lightning
-from boltmesh.plan.dry_step import DryStep, put_stand_ins, short_error
+from boltmesh.plan.dry_step import DryStep, StepCounts, put_stand_ins, short_error
 from boltmesh.plan.equal_blocks import equal_blocks
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, Recompute
 from boltmesh.strategies.cost_model.model import (
@@ -39,9 +39,11 @@ from boltmesh.strategies.lightning_compat.trainer import (
     module_keeps_gradients,
     module_reads_gradients,
 )
+from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
     fake_tensors,
+    make_fake,
     tree_leaves,
     tree_map,
 )
@@ -127,29 +129,52 @@ def describe_model(
         for each in module.parameters():
             each.grad = None
         optimizer = own_optimizer(module)
-    if complaint is None:
-        how = "counted by running training_step on one batch of the data, without memory"
-        activations = Activations(measured.counts.saved_bytes, measured.counts.transient_bytes, how)
-    else:
-        activations = None
+    if complaint is not None:
         notes.append(f"activations are not known: {complaint}")
-    units = shapes_of_units(
-        module, options, multiplied=measured.counts.cast_names, is_autocast=types.is_autocast
-    )
-    return (
-        ModelShape(
-            type(module).__name__,
-            units,
-            buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
-            activations=activations,
-            forward_flops=measured.counts.flops if activations is not None else None,
-            work=measured.counts.work if activations is not None else None,
-            chosen_widths=measured.counts.chosen_widths,
-            reads_gradients=module_reads_gradients(module),
-            keeps_gradients=module_keeps_gradients(module),
-        ),
-        optimizer,
-        tuple(notes),
+    how = "counted by running training_step on one batch of the data, without memory"
+    counts = measured.counts if complaint is None else None
+    return shape_of_model(module, options, types, counts, how), optimizer, tuple(notes)
+
+
+def run_on_fakes(
+    measured: DryStep, module: LightningModule, batch: Any, types: NumberTypes
+) -> str | None:
+    """Run a step with fake tensors in place of a module's own, see ``DryStep.run``."""
+    mode = fake_tensors()
+    named = [*module.named_parameters(), *module.named_buffers()]
+    swapped = {name: make_fake(each, mode) for name, each in named}
+    with mode, swapped_state(module, swapped):
+        return measured.run(module, tree_map(faked(mode, types.stored), batch), types.cast)
+
+
+def shape_of_model(
+    module: LightningModule,
+    options: ZeroOptions | None,
+    types: NumberTypes,
+    counts: StepCounts | None,
+    how: str = "counted",
+) -> ModelShape:
+    """Describe a module by the counts of its step.
+
+    Args:
+        module: The module.
+        options: Options of a ZeRO strategy; None for another strategy.
+        types: Types of its numbers.
+        counts: Counts of a batch; None where it cannot be run.
+        how: How it was counted, as text.
+    """
+    known = counts or StepCounts()
+    activations = Activations(known.saved_bytes, known.transient_bytes, how, known.elsewhere)
+    return ModelShape(
+        type(module).__name__,
+        _shapes_of_units(module, options, known.cast_names, is_autocast=types.is_autocast),
+        buffer_bytes=sum(each.nbytes for each in module.buffers()),
+        activations=None if counts is None else activations,
+        forward_flops=None if counts is None else known.flops,
+        work=None if counts is None else known.work,
+        chosen_widths=known.chosen_widths,
+        reads_gradients=module_reads_gradients(module),
+        keeps_gradients=module_keeps_gradients(module),
     )
 
 
@@ -188,11 +213,11 @@ def stand_in_model(config: DictConfig, source: str, *, needs: str) -> Iterator[S
         yield StandInModel(module, batch, types, notes)
 
 
-def shapes_of_units(
+def _shapes_of_units(
     module: LightningModule,
     options: ZeroOptions | None,
-    *,
     multiplied: Collection[str],
+    *,
     is_autocast: bool,
 ) -> tuple[UnitShape, ...]:
     """Return the units that the strategy gathers: those that it finds, then the rest as one."""

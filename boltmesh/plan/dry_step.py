@@ -8,7 +8,6 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from boltmesh.configs.advice import one_line
-from boltmesh.plan.equal_blocks import EqualBlocks, equal_blocks
+from boltmesh.plan.equal_blocks import EqualBlocks, continued, equal_blocks
 from boltmesh.strategies.cost_model.model import Bytes, StepWork
 from boltmesh.strategies.expert.find import ChoiceWidths
 from boltmesh.strategies.torch_compat.tensors import (
@@ -67,22 +66,10 @@ class StepCounts:
     elsewhere: Bytes = field(default_factory=Bytes)
     """Kept beside ``saved_bytes`` in other memory than the device's."""
 
-    def added(self) -> dict[Any, Any]:
-        """Return the part that grows with the number of equal blocks."""
-        counts: dict[Any, Any] = dict(self.work.products)
-        counts |= {name: each for name, each in vars(self.work).items() if name != "products"}
-        return counts | {"saved_bytes": self.saved_bytes, "forward": self.flops}
-
-    def extended(self, to: Mapping[Any, int]) -> "StepCounts":
-        """Return the same with other values of ``added``."""
-        work = {name: to[name] for name in vars(self.work) if name != "products"}
-        products = {shape: count for shape, count in to.items() if isinstance(shape, tuple)}
-        return replace(
-            self,
-            saved_bytes=to["saved_bytes"],
-            flops=to["forward"],
-            work=StepWork(**work, products=products),
-        )
+    @property
+    def growing(self) -> tuple[int, int, StepWork]:
+        """The part that grows with the number of equal blocks."""
+        return self.saved_bytes, self.flops, self.work
 
 
 class DryStep:
@@ -146,25 +133,31 @@ class DryStep:
                 self._inside.clear()
                 return False
             several.append(self.counts)
-        added = [each.added() for each in several]
-        steps = [
-            {key: count - sooner.get(key, 0) for key, count in later.items()}
-            for sooner, later in pairwise(added)
-        ]
-        _, two, three = several
-        if steps[0] != steps[1] or two.transient_bytes != three.transient_bytes:
+        one, two, three = several
+        # Alone, a block whose input needs no gradient has fewer kinds of products.
+        products: dict[Any, float] = {**dict.fromkeys(two.work.products, 0), **one.work.products}
+        if products.keys() != two.work.products.keys():
             return False
-        whole = {
-            key: count + (blocks.count - 1) * steps[0].get(key, 0)
-            for key, count in {**dict.fromkeys(steps[0], 0), **added[0]}.items()
-        }
+        one = replace(one, work=replace(one.work, products=products))
+        if continued(one.growing, two.growing, 2) != three.growing:
+            return False
+        if two.transient_bytes != three.transient_bytes:
+            return False
+        saved_bytes, flops, work = continued(one.growing, two.growing, blocks.count - 1)
         names = {each: name for name, each in self._attributed.items()}
         saved_by = dict(three.saved_by)
         for other, like in blocks.others(2):
             if other in names and names.get(like) in saved_by:
                 saved_by[names[other]] = saved_by[names[like]]
         casts = blocks.names_in_all(three.cast_names)
-        self.counts = replace(three.extended(whole), saved_by=saved_by, cast_names=casts)
+        self.counts = replace(
+            three,
+            saved_bytes=saved_bytes,
+            flops=flops,
+            work=work,
+            saved_by=saved_by,
+            cast_names=casts,
+        )
         return True
 
     def _run_once(

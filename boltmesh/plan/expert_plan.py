@@ -113,13 +113,7 @@ def _watch(config: DictConfig, source: str) -> WatchedExperts:
 def plan_expert(
     config: DictConfig, ranks_per_node: int, given: Mapping[str, Any], *, source: str
 ) -> ExpertSummary:
-    """Find the experts of each rank in a config's model.
-
-    Args:
-        config: The whole.
-        ranks_per_node: Ranks of each host.
-        given: Options of the strategy.
-        source: The config's file, for errors.
+    """Find the experts of each rank in a config's model, by the arguments of the strategy.
 
     Raises:
         ConfigError: When model or data cannot be built, or nothing can be divided.

@@ -43,12 +43,11 @@ from boltmesh.plan.mesh_stage import StageWork, kept_by_units, work_of_stages
 from boltmesh.plan.stage_model import (
     CutModel,
     PipelineModel,
-    class_of,
     converted,
     cut_model,
     pipeline_model,
 )
-from boltmesh.plan.strategy_options import optimizer_copies
+from boltmesh.plan.strategy_options import class_of, optimizer_copies
 from boltmesh.plan.tensor_plan import TensorSummary, find_division, summarise
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.lightning_compat.loops import step_arguments
@@ -352,9 +351,7 @@ def _cut_into_stages(
     if num_parts > 1:
         _refuse_router_losses(cut, args, rows[0], made.chosen_widths, source)
     kept_bytes = cut.division.kept_bytes
-    pipeline = pipeline_model(
-        module, cut, rows, kept_bytes=kept_bytes, optimizer=made.optimizer, notes=()
-    )
+    pipeline = pipeline_model(module, cut, rows, kept_bytes)
     notes = []
     if kept_bytes is None:
         notes.append("activations are not known, and no part of a peak")

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch.nn import Module, Parameter
 
 from boltmesh.plan.context_plan import FoundSequence, sequence_divided
-from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
+from boltmesh.plan.dry_model import NumberTypes, run_on_fakes, shape_of_model
 from boltmesh.plan.dry_step import STEP, DryStep, StepCounts, computing_in
 from boltmesh.plan.equal_blocks import equal_blocks
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
@@ -25,7 +25,6 @@ from boltmesh.strategies.context.seq_shard import ContextState
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import (
     REPLICA,
-    Activations,
     Bytes,
     JobShape,
     ModelShape,
@@ -38,11 +37,7 @@ from boltmesh.strategies.data_parallel.expected_traffic import ExtraTraffic, exp
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import FakeRuns
-from boltmesh.strategies.expert.expected_traffic import ExchangeShape, expected_bytes
-from boltmesh.strategies.lightning_compat.trainer import (
-    module_keeps_gradients,
-    module_reads_gradients,
-)
+from boltmesh.strategies.expert.expected_traffic import ExchangeShape, exchange_traffic
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.offload.activations import IN_FLIGHT, MIN_BYTES
 from boltmesh.strategies.pipeline.options import PipelineOptions
@@ -52,8 +47,6 @@ from boltmesh.strategies.tensor.expected_traffic import (
     expected_traffic,
 )
 from boltmesh.strategies.tiling.logits import LogitTiling
-from boltmesh.strategies.torch_compat.modules import swapped_state
-from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake, tree_map
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _CPU = torch.device("cpu")
@@ -185,34 +178,15 @@ class RankWork:
 
     def forecast(self, job: MeshJob) -> RankForecast:
         """Return memory and traffic of a rank."""
-        counts, module = self.counts, self.module
-        units = shapes_of_units(
-            module,
-            job.shards,
-            multiplied=() if counts is None else counts.cast_names,
-            is_autocast=job.types.is_autocast,
-        )
-        activations = None
-        if counts is not None:
-            activations = Activations(
-                counts.saved_bytes, counts.transient_bytes, "counted", counts.elsewhere
-            )
-        shape = ModelShape(
-            type(module).__name__,
-            units,
-            buffer_bytes=sum(each.nbytes for each in module.buffers()),
-            activations=activations,
-            reads_gradients=module_reads_gradients(module),
-            keeps_gradients=module_keeps_gradients(module),
-        )
+        shape = shape_of_model(self.module, job.shards, job.types, self.counts)
         rest, of_experts = shape, []
         if job.owned is not None:
             rest, owned = job.owned.split(shape)
             of_experts = over_copies(owned, job)
         return RankForecast(
-            parameters=held_numel(module.named_parameters(), job),
+            parameters=held_numel(self.module.named_parameters(), job),
             memory=estimate_memory(shape, job.sharing, job.data_job, job.owned),
-            activation_bytes=None if activations is None else activations.saved_bytes,
+            activation_bytes=None if self.counts is None else self.counts.saved_bytes,
             traffic=(*_over_data(rest, job), *of_experts, *self.moved),
             has_unknown_traffic=self.has_unknown_traffic,
         )
@@ -333,15 +307,10 @@ def _count(
     measured: DryStep,
     attributed: Mapping[str, Module],
 ) -> tuple[StepCounts | None, str | None]:
-    mode = fake_tensors()
-    swapped: dict[str, torch.Tensor] = {}
-    for name, each in [*module.named_parameters(), *module.named_buffers()]:
-        swapped[name] = make_fake(each, mode)
-    with mode, swapped_state(module, swapped), measured.attributing(attributed):
-        if state is not None:
-            state.take_batch(batch)
-        given = tree_map(faked(mode, job.types.stored), batch)
-        complaint = measured.run(module, given, job.types.cast)
+    if state is not None:
+        state.take_batch(batch)
+    with measured.attributing(attributed):
+        complaint = run_on_fakes(measured, module, batch, job.types)
     return (measured.counts, None) if complaint is None else (None, complaint)
 
 
@@ -365,19 +334,15 @@ def over_experts(job: MeshJob, held: Mapping[str, ExpertExchange]) -> list[Expec
         return []
     layout, parts = job.layout, max(1, len(job.parts))
     again = job.recompute is not None
-    shapes = [each.shape.part(layout.size("context") * parts) for each in held.values()]
-    batch = expected_bytes(((each.part(layout.tensor), again) for each in shapes), job.expert)
-    count = job.num_batches * parts
-    why = "rows to the ranks of their experts and back, if all experts were as likely"
-    calls, payload = count * batch.calls, count * batch.payload
-    found = [ExpectedTraffic("expert", "alltoall_base", payload, calls, why, is_mean=True)]
-    if layout.tensor > 1:
-        joined = [each.joined(layout.tensor, is_recomputed=again) for each in shapes]
-        payload = count * sum(each.payload for each in joined)
-        calls = count * sum(each.calls for each in joined)
-        why = "results of experts, and gradients of their rows and weights, of all parts"
-        found.append(ExpectedTraffic("tensor", "_allgather_base", payload, calls, why))
-    return found
+    shapes = [(each.shape.part(layout.size("context") * parts), again) for each in held.values()]
+    return exchange_traffic(
+        shapes,
+        job.expert,
+        job.num_batches * parts,
+        sharing=layout.tensor,
+        gathers_parts=layout.tensor > 1,
+        why="rows to the ranks of their experts and back, if all experts were as likely",
+    )
 
 
 def over_copies(owned: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:

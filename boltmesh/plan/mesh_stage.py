@@ -37,7 +37,7 @@ from boltmesh.strategies.data_parallel.expected_traffic import (
     describe_late_units,
 )
 from boltmesh.strategies.data_parallel.pipeline_ddp import BUCKET_BYTES, replica_traffic
-from boltmesh.strategies.pipeline.expected_traffic import PipelineForecast, StageRehearsal
+from boltmesh.strategies.pipeline.expected_traffic import StageRehearsal, pipeline_traffic
 from boltmesh.strategies.pipeline.partition.placement import StageAssignment
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
@@ -206,8 +206,8 @@ def _kind_of_rank(
             plan = stages[stage].plan
             if not plan.is_in_order:
                 return tuple(own)
-            end = len(plan.events) if plan.is_last else stages[stage + 1].plan.begin
-            events = plan.events[plan.begin : end]
+            end = len(plan.trace.events) if plan.is_last else stages[stage + 1].plan.begin
+            events = plan.trace.events[plan.begin : end]
             values = [(each.shape, each.dtype, each.needs_grad) for each in plan.values_in]
             found.append((*values, *(kinds.get(each.name, each.name) for each in events)))
     return tuple(found)
@@ -301,9 +301,10 @@ class _Stages:
         """Return the traffic of the pipeline in an optimizer step."""
         job, runs, programs = self._job, self._work.runs, self._work.programs
         group = CountingGroup(self._rank, job.layout.pipeline)
-        forecast = PipelineForecast(programs, len(job.parts), group)
-        forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
-        return forecast.traffic(
+        return pipeline_traffic(
+            programs,
+            group.size(),
+            [[each.plan.values_in for each in stages] for stages in runs],
             accumulated=job.num_batches,
             num_norms=job.num_norms,
             shared=self._shared_by(group),

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from boltmesh.errors import ConfigError
@@ -144,27 +143,24 @@ def _facts(ideal: Ideal, advice: str) -> list[tuple[str, str]]:
     return facts
 
 
-@dataclass(frozen=True)
-class _Size:
-    """A schedule that might be tried instead."""
-
-    name: str
-    num_ranks: int
-    num_microbatches: int
-    stages_per_rank: int | None
-
-    def bubble(self, times: StageTimes) -> float | None:
-        """By formula where there is one: that needs no torch. None if the size does not exist."""
-        sizes = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
-        try:
-            per_rank = check_schedule(self.name, **sizes, stages_per_rank=self.stages_per_rank)
-        except ConfigError:
-            return None
-        known = closed_form_bubble(self.name, **sizes, stages_per_rank=per_rank, times=times)
-        if known is not None:
-            return known
-        table = schedule_table(self.name, **sizes, stages_per_rank=per_rank)
-        return simulate_ideal(table, times.seconds).bubble
+def _bubble(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None,
+    times: StageTimes,
+) -> float | None:
+    """By formula where there is one: that needs no torch. None if the size does not exist."""
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    try:
+        per_rank = check_schedule(name, **sizes, stages_per_rank=stages_per_rank)
+    except ConfigError:
+        return None
+    known = closed_form_bubble(name, **sizes, stages_per_rank=per_rank, times=times)
+    if known is not None:
+        return known
+    table = schedule_table(name, **sizes, stages_per_rank=per_rank)
+    return simulate_ideal(table, times.seconds).bubble
 
 
 def list_schedules(*, as_json: bool) -> int:
@@ -276,7 +272,7 @@ def _waits_less(ideal: Ideal, times: StageTimes) -> str | None:
         return None
     has_size = schedule_kind(name).has_stages_per_rank(table.stages_per_rank)
     size = table.stages_per_rank if has_size else None
-    bubble = _Size(name, table.num_ranks, table.num_microbatches, size).bubble(times)
+    bubble = _bubble(name, table.num_ranks, table.num_microbatches, size, times)
     if bubble is None or bubble > ideal.bubble - 0.001:
         return None
     return f"{name} computes gradients of weights in the gaps: {bubble:.1%} bubble."
@@ -285,7 +281,7 @@ def _waits_less(ideal: Ideal, times: StageTimes) -> str | None:
 def _with_more(ideal: Ideal, times: StageTimes) -> str:
     table = ideal.table
     more = 2 * table.num_microbatches
-    bubble = _Size(table.name, table.num_ranks, more, table.stages_per_rank).bubble(times)
+    bubble = _bubble(table.name, table.num_ranks, more, table.stages_per_rank, times)
     if bubble is None:
         return f"--microbatches {2 * table.num_ranks} or more, for the ranks to be busy."
     return f"--microbatches {more}: {bubble:.1%} bubble, if the batch can be cut that small."

@@ -7,7 +7,7 @@ then single numbers that have the shape of the whole.
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,6 @@ class StageModel:
 class RankModel:
     """Parameters of one rank of the pipeline."""
 
-    parameters: int
     parameter_bytes: int
     trained_bytes: int
     """Bytes of the parameters among them that get gradients and optimizer state."""
@@ -80,15 +79,16 @@ class PipelineModel:
     """Rows of each microbatch."""
     stages: tuple[StageModel, ...]
     ranks: tuple[RankModel, ...]
-    optimizer: tuple[str | None, Mapping[str, Any]]
-    """Name and arguments of the class that the model makes; None where it needs a Trainer."""
-    notes: tuple[str, ...]
 
 
 def describe_stages(
     config: DictConfig, options: PipelineOptions, num_ranks: int, *, source: str
-) -> PipelineModel:
+) -> tuple[PipelineModel, Optimizer | None, tuple[str, ...]]:
     """Cut a config's model as its pipeline will.
+
+    Returns:
+        The model; its own optimizer, None where it makes it beside a Trainer only; and what was
+        assumed or not found out.
 
     Raises:
         ConfigError: When the model cannot be built or cut, or its data give no batch.
@@ -117,14 +117,8 @@ def describe_stages(
         notes.append(f"activations are not known: {complaint}")
     stages = cut.division.stages
     kept = [sum(measured.counts.saved_by.get(unit.name, 0) for unit in each) for each in stages]
-    return pipeline_model(
-        module,
-        cut,
-        rows,
-        kept_bytes=kept if complaint is None else None,
-        optimizer=made,
-        notes=notes,
-    )
+    model = pipeline_model(module, cut, rows, kept if complaint is None else None)
+    return model, made, tuple(notes)
 
 
 def cut_model(
@@ -177,10 +171,7 @@ def pipeline_model(
     module: LightningModule,
     cut: CutModel,
     rows: Sequence[int],
-    *,
     kept_bytes: Sequence[int] | None,
-    optimizer: Optimizer | None,
-    notes: Sequence[str],
 ) -> PipelineModel:
     """Return what is known of a model that was cut.
 
@@ -189,8 +180,6 @@ def pipeline_model(
         cut: How it is cut.
         rows: Rows of each microbatch.
         kept_bytes: By stage, what a microbatch keeps for its backward pass; None: not known.
-        optimizer: The module's own, None if it is made only with a Trainer.
-        notes: Assumptions and unknown values.
     """
     division, table = cut.division, cut.table
     return PipelineModel(
@@ -216,14 +205,7 @@ def pipeline_model(
             )
             for rank in range(table.num_ranks)
         ),
-        optimizer=class_of(optimizer),
-        notes=tuple(notes),
     )
-
-
-def class_of(optimizer: Optimizer | None) -> tuple[str | None, Mapping[str, Any]]:
-    """Return name and arguments of an optimizer's class; None and an empty one without it."""
-    return (None, {}) if optimizer is None else (type(optimizer).__name__, optimizer.defaults)
 
 
 def _budget_of(options: PipelineOptions, num_ranks: int, num_microbatches: int) -> MemoryBudget:
@@ -247,11 +229,8 @@ def _recomputed_blocks(config: DictConfig, module: LightningModule) -> frozenset
 
 def _rank(held: Sequence[Parameter]) -> RankModel:
     return RankModel(
-        parameters=sum(each.numel() for each in held),
-        parameter_bytes=sum(each.numel() * each.element_size() for each in held),
-        trained_bytes=sum(
-            each.numel() * each.element_size() for each in held if each.requires_grad
-        ),
+        parameter_bytes=sum(each.nbytes for each in held),
+        trained_bytes=sum(each.nbytes for each in held if each.requires_grad),
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from boltmesh.configs.advice import located
 from boltmesh.errors import ConfigError
-from boltmesh.plan.strategy_options import optimizer_copies
+from boltmesh.plan.strategy_options import class_of, optimizer_copies
 from boltmesh.plan.text import align, size_text
 from boltmesh.schedule_sim import NOMINAL, Action, peaks_by_stage
 from boltmesh.strategies.pipeline.schedules.registry import simulate_ideal
@@ -74,13 +74,7 @@ class StagePlanSummary:
 def plan_stages(
     config: "DictConfig", num_ranks: int, given: Mapping[str, Any], *, source: str
 ) -> StagePlanSummary:
-    """Cut a config's model, and compute its cost.
-
-    Args:
-        config: The whole.
-        num_ranks: Ranks of the job.
-        given: Arguments of the strategy.
-        source: The config's file, for errors.
+    """Cut a config's model as the strategy's arguments say, and compute its cost.
 
     Raises:
         ConfigError: When model or data cannot be cut, or options do not fit.
@@ -100,12 +94,12 @@ def plan_stages(
             f"{located(source, 'strategy.stages')}={stages} was asked of a job with {num_ranks} "
             f"ranks. Set strategy.stages=null, or plan for {stages} ranks with --devices {stages}."
         )
-    made = describe_stages(config, options, stages, source=source)
-    copies, notes = optimizer_copies(config, *made.optimizer)
+    made, optimizer, found = describe_stages(config, options, stages, source=source)
+    copies, notes = optimizer_copies(config, *class_of(optimizer))
     if num_ranks > stages:
         count = num_ranks // stages
         notes = (*notes, f"{count} such pipelines, each with batches of its own")
-    return plan_of(made, copies, (*made.notes, *notes))
+    return plan_of(made, copies, (*found, *notes))
 
 
 def plan_of(made: "PipelineModel", copies: int, notes: tuple[str, ...]) -> StagePlanSummary:

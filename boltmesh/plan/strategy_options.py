@@ -21,7 +21,7 @@ from boltmesh.strategy_arguments import KEPT_KEYS, SHARED, check_strategy_argume
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
+    from torch.optim import Optimizer
 
 PREFIX = "bolt_"
 
@@ -152,6 +152,11 @@ def trainer_reads_gradients(config: "DictConfig") -> bool:
     """Whether the Trainer itself looks at gradients, as a scaler and clipping by value do."""
     trainer = config.trainer
     return bool(trainer.precision == "16-mixed" or trainer.gradient_clip_algorithm == "value")
+
+
+def class_of(optimizer: "Optimizer | None") -> tuple[str | None, Mapping[str, Any]]:
+    """Return name and arguments of an optimizer's class; None and an empty one without it."""
+    return (None, {}) if optimizer is None else (type(optimizer).__name__, optimizer.defaults)
 
 
 STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "SGD": 0}

@@ -50,20 +50,6 @@ class TensorSummary:
         return {"schema": 1, "tensor": asdict(self)}
 
 
-def describe_division(
-    config: DictConfig, size: int, given: Mapping[str, Any], *, source: str
-) -> TensorSummary:
-    """Divide a config's model over ``size`` ranks as its strategy will.
-
-    Raises:
-        ConfigError: When the model cannot be built or divided, or its data give no batch.
-    """
-    with stand_in_model(config, source, needs="what can be divided is found") as made:
-        module, batch = made.module, made.batch
-        plan = find_division(module, batch, size, given, source=source)
-    return summarise(module, plan, made.types.stored.itemsize, made.notes)
-
-
 def find_division(
     module: "LightningModule", batch: Any, size: int, given: Mapping[str, Any], *, source: str
 ) -> TensorPlan:
@@ -98,14 +84,7 @@ def find_division(
 def summarise(
     module: "LightningModule", plan: TensorPlan, element_bytes: int, notes: Sequence[str]
 ) -> TensorSummary:
-    """Return the bytes that ranks keep by a plan.
-
-    Args:
-        module: The whole model.
-        plan: The plan of the module.
-        element_bytes: Bytes of an element of its parameters.
-        notes: Assumptions and unknown values.
-    """
+    """Return the bytes that ranks keep of a whole model by a plan."""
     whole = {name: each.numel() for name, each in module.named_parameters()}
     divided = {name: math.prod(each.local_shape(plan.size)) for name, each in plan.sharded.items()}
     return TensorSummary(
@@ -136,15 +115,9 @@ _PROOF = (
 
 
 def plan_tensor(
-    config: "DictConfig", ranks_per_host: int, given: Mapping[str, Any], *, source: str
-) -> "TensorSummary":
-    """Find the part of each rank in a config's model.
-
-    Args:
-        config: The whole.
-        ranks_per_host: A layer is divided within one.
-        given: Arguments of the strategy.
-        source: The config's file, for errors.
+    config: DictConfig, ranks_per_host: int, given: Mapping[str, Any], *, source: str
+) -> TensorSummary:
+    """Find the part of each rank in a config's model, by the arguments of the strategy.
 
     Raises:
         ConfigError: When model or data cannot be built, or options do not fit.
@@ -156,10 +129,12 @@ def plan_tensor(
             f"ranks of a host, and the ranks of a layer are on one host. Set strategy.size=null, "
             f"or plan for other ranks with --devices."
         )
-    return describe_division(config, size, given, source=source)
+    with stand_in_model(config, source, needs="what can be divided is found") as made:
+        plan = find_division(made.module, made.batch, size, given, source=source)
+    return summarise(made.module, plan, made.types.stored.itemsize, made.notes)
 
 
-def write_tensor(summary: "TensorSummary", width: int | None = None) -> str:
+def write_tensor(summary: TensorSummary, width: int | None = None) -> str:
     """Return what each rank keeps, the collectives of a step, and why the rest is whole.
 
     Args:

@@ -1,7 +1,7 @@
 """Text of a plan: a table over all strategies, and one strategy in detail."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from boltmesh.strategies.cost_model.memory import MemoryEstimate
@@ -34,7 +34,7 @@ class StrategyRow:
             "peak": asdict(self.memory.peak),
             "peak_moment": self.memory.peak_moment,
             "traffic": [asdict(each) for each in self.traffic],
-            "seconds": {each.name: getattr(self.time, each.name) for each in fields(self.time)},
+            "seconds": asdict(self.time),
             "least_seconds": self.time.least_s,
             "too_large": list(self.too_large),
         }
@@ -90,7 +90,7 @@ def write_row(model: ModelShape, job: JobShape, row: StrategyRow, notes: Sequenc
     lines += align([(f"on the {where} in a step", words), ("", [size_text(b) for _, b in moments])])
     if row.traffic:
         lines += ["", *align(_traffic_columns(row.traffic))]
-    known = {each.name: getattr(row.time, each.name) for each in fields(row.time)}
+    known = asdict(row.time)
     if any(known.values()):
         names = [f"  {name.removesuffix('_s')}" for name in known]
         values = ["?" if each is None else f"{each:.3g} s" for each in known.values()]

@@ -281,7 +281,6 @@ def as_data(found: Search, count: int = 3) -> dict[str, Any]:
 
 TOKENS = 2**22
 """Tokens of a step where no batch is given, as large models are trained with."""
-DTYPES = ("bf16", "fp8", "fp4")
 
 
 def plan_auto(

@@ -90,7 +90,7 @@ def take_snapshot(tensors: dict[str, Any], *, writes_plain: bool) -> dict[str, A
     """Copy this rank's part of tensors in nested dictionaries into host memory.
 
     Args:
-        tensors: The tensors of a checkpoint, as ``divide`` returns them.
+        tensors: The tensors of a checkpoint that are stored as shards.
         writes_plain: Whether this rank writes tensors that are not shards.
     """
     leaves, nesting = tree_flatten(tensors)

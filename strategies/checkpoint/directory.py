@@ -2,13 +2,12 @@
 
 If ranks write to different disks or memories, none holds the whole checkpoint, and only the first
 save would show that. So ``refuse_unshared_folders`` checks before the first step that all ranks
-see the same folders; ``FolderProbe`` is the file that they look for.
+see the same folders: they join the draft of a checkpoint that is not written.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial as bind
 from io import BytesIO
 from pathlib import Path
@@ -39,15 +38,12 @@ from boltmesh.strategies.checkpoint.manifest import (
     read_checked,
     write_manifest,
 )
-from boltmesh.strategies.checkpoint.optimizer_state import is_named
+from boltmesh.strategies.checkpoint.optimizer_state import is_named, is_stored_apart
 from boltmesh.strategies.checkpoint.safe_load import safe_load
 from boltmesh.strategies.checkpoint.shard_reader import ShardReader, refusing_nonsense, stored
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
 from boltmesh.strategies.checkpoint.storage.addresses import (
-    as_os_errors,
-    kind_at,
     mended,
-    open_address,
     path_or_address,
 )
 from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, Folder, folder_at
@@ -88,11 +84,9 @@ def save_directory(
         CheckpointError: On every rank, if one cannot write its part. A previous checkpoint at
             ``target`` is kept then.
     """
-    tensors, rest = divide(checkpoint)
-    if is_divided:
-        join(rest)
-    has_all = TRAINABLE_ONLY not in checkpoint
-    _write(tensors, rest, target, is_divided=is_divided, has_all=has_all)
+    tensors, rest = _divide(checkpoint, is_divided=is_divided)
+    is_trainable_only = TRAINABLE_ONLY in checkpoint
+    _write(tensors, rest, target, is_divided=is_divided, is_trainable_only=is_trainable_only)
 
 
 def prepare_save(
@@ -113,14 +107,35 @@ def prepare_save(
             any thread, and fails as ``save_directory`` does.
         is_divided: See ``save_directory``.
     """
-    tensors, rest = divide(checkpoint)
-    if is_divided:
-        join(rest)
-    is_first = dist.get_rank() == 0
-    kept = take_snapshot(tensors, writes_plain=is_first or is_divided)
-    data = serialised(rest) if is_first else b""
-    has_all = TRAINABLE_ONLY not in checkpoint
-    return bind(_write, kept, data, target, is_divided=is_divided, has_all=has_all, group=group)
+    kept, rest = copy_part(checkpoint, is_divided=is_divided, writes_plain=dist.get_rank() == 0)
+    is_trainable_only = TRAINABLE_ONLY in checkpoint
+    return bind(
+        _write,
+        kept,
+        rest,
+        target,
+        is_divided=is_divided,
+        is_trainable_only=is_trainable_only,
+        group=group,
+    )
+
+
+def copy_part(
+    checkpoint: Mapping[str, Any], *, is_divided: bool, writes_plain: bool
+) -> tuple[dict[str, Any], bytes]:
+    """Copy what this rank writes of a checkpoint into host memory. Collective over all ranks.
+
+    Args:
+        checkpoint: See ``save_directory``.
+        is_divided: See ``save_directory``.
+        writes_plain: Whether this rank writes tensors that are not shards.
+
+    Returns:
+        Its tensors, and on the first rank the rest, serialized.
+    """
+    tensors, rest = _divide(checkpoint, is_divided=is_divided)
+    kept = take_snapshot(tensors, writes_plain=writes_plain or is_divided)
+    return kept, serialised(rest) if dist.get_rank() == 0 else b""
 
 
 def _write(
@@ -129,7 +144,7 @@ def _write(
     target: str | Path,
     *,
     is_divided: bool,
-    has_all: bool,
+    is_trainable_only: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     draft: Draft | None = None
@@ -138,7 +153,10 @@ def _write(
         start = run_on_rank0_and_broadcast(draft.begin, group)
         all_or_none(bind(_join_draft, draft, start), group)
         written = _write_shards(tensors, draft, is_divided=is_divided, group=group)
-        run_on_rank0(bind(_finish, rest, draft, written, has_all=has_all), group)
+        complete = bind(
+            complete_directory, rest, draft, written, is_trainable_only=is_trainable_only
+        )
+        run_on_rank0(complete, group)
     except BaseException as error:
         if draft is not None and dist.get_rank() == 0:
             draft.abandon()
@@ -233,8 +251,10 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
     return None
 
 
-def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors for the files of shards, and the rest of a checkpoint."""
+def _divide(
+    checkpoint: Mapping[str, Any], *, is_divided: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors for the files of shards, and the rest. Collective if ``is_divided``."""
     rest = dict(checkpoint)
     model, aliases, extra = {}, {}, {}
     seen: dict[int, str] = {}
@@ -258,10 +278,8 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         for parameter, state in each["state"].items():
             for key, value in state.items():
                 # Counters are many and small: one file suits them better than pieces.
-                is_large = isinstance(value, DTensor) or (
-                    isinstance(value, Tensor) and value.dim() > 0
-                )
-                (large if is_large else small).setdefault(parameter, {})[key] = value
+                chosen = large if is_stored_apart(value) else small
+                chosen.setdefault(parameter, {})[key] = value
         if large:
             tensors[f"optimizer_{number}"] = {"state": large}
         states.append({**each, "state": small})
@@ -269,15 +287,12 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         rest[OPTIMIZERS] = states
     rest[MODEL], rest[ALIASES] = extra, aliases
     # Lightning records the class of hyper-parameters, which are plain containers now.
-    kept = {key: each for key, each in rest.items() if not _is_container_class(each)}
-    return tensors, _plain(kept)
-
-
-def join(rest: dict[str, Any]) -> None:
-    """Add other ranks' entries for their modules: tied names and extra state. Collective."""
-    for extra, aliases in gather_objects((rest[MODEL], rest[ALIASES])):
-        rest[MODEL] |= extra
-        rest[ALIASES] |= aliases
+    rest = _plain({key: each for key, each in rest.items() if not _is_container_class(each)})
+    if is_divided:  # other ranks have further tied names, and extra state of modules
+        for extra, aliases in gather_objects((rest[MODEL], rest[ALIASES])):
+            rest[MODEL] |= extra
+            rest[ALIASES] |= aliases
+    return tensors, rest
 
 
 def _is_container_class(value: object) -> bool:
@@ -323,9 +338,14 @@ def _write_shards(
     return writer.written
 
 
-def _finish(
-    rest: Mapping[str, Any] | bytes, draft: Draft, shards: Mapping[str, Written], *, has_all: bool
+def complete_directory(
+    rest: Mapping[str, Any] | bytes,
+    draft: Draft,
+    shards: Mapping[str, Written],
+    *,
+    is_trainable_only: bool = False,
 ) -> None:
+    """Write all other state of a checkpoint, perhaps serialized, and the manifest."""
     with draft.create(REST) as opened:
         file = SummedFile(opened)
         if isinstance(rest, bytes):
@@ -334,7 +354,10 @@ def _finish(
             save_into(dict(rest), cast("IO[bytes]", file))
     files = {**shards, REST: file.written()}
     write_manifest(
-        draft, world_size=dist.get_world_size(), files=files, is_trainable_only=not has_all
+        draft,
+        world_size=dist.get_world_size(),
+        files=files,
+        is_trainable_only=is_trainable_only,
     )
 
 
@@ -344,46 +367,6 @@ def _first_cause(error: BaseException) -> str:
         cause = error.failures[rank][0]
         return f"{getattr(cause, 'strerror', None) or cause} (rank {rank})"
     return str(getattr(error, "strerror", None) or error)
-
-
-class FolderProbe:
-    """A file that one rank writes and the others look for. Failures raise ``OSError``.
-
-    Args:
-        place: Path or address of the folder, which the first rank creates.
-    """
-
-    def __init__(self, place: str | Path) -> None:
-        self._place = place
-
-    def write(self) -> str:
-        """Create the file and return its name."""
-        name = f".boltmesh-{uuid4().hex}"
-        if isinstance(self._place, Path):
-            self._place.mkdir(parents=True, exist_ok=True)
-            (self._place / name).touch()
-            return name
-        system, path = open_address(self._place)
-        with as_os_errors():
-            system.makedirs(path, exist_ok=True)
-            system.pipe_file(f"{path}/{name}", b"boltmesh")
-        return name
-
-    def is_seen(self, name: str) -> bool:
-        """Whether this rank sees the file."""
-        if isinstance(self._place, Path):
-            return (self._place / name).exists()
-        system, path = open_address(self._place)
-        return kind_at(system, f"{path}/{name}") is not None
-
-    def remove(self, name: str) -> None:
-        """Delete the file."""
-        if isinstance(self._place, Path):
-            (self._place / name).unlink(missing_ok=True)
-            return
-        system, path = open_address(self._place)
-        with as_os_errors():
-            system.rm_file(f"{path}/{name}")
 
 
 def mend_folders(trainer: Trainer) -> None:
@@ -412,18 +395,17 @@ def _savers(trainer: Trainer) -> Iterator[ModelCheckpoint]:
 
 
 def _refuse_unshared(folder: str) -> None:
-    probe = FolderProbe(path_or_address(folder))
+    probe = folder_at(f"{path_or_address(folder)}/.boltmesh-{uuid4().hex}").draft()
     try:
-        name = run_on_rank0_and_broadcast(probe.write)
+        start = run_on_rank0_and_broadcast(probe.begin)
     except CheckpointError as error:
         raise ConfigError(
             f"ModelCheckpoint saves to {folder}, and nothing can be written there: {error}. "
             f"Give it another dirpath."
         ) from error
-    reports = gather_objects(_look(probe, name))
+    reports = gather_objects(_look(probe, start))
     if dist.get_rank() == 0:
-        with suppress(OSError):  # a rank that may write but not delete leaves an empty file
-            probe.remove(name)
+        probe.abandon()
     for rank, report in enumerate(reports):
         if report is not None:
             raise ConfigError(
@@ -433,9 +415,9 @@ def _refuse_unshared(folder: str) -> None:
             )
 
 
-def _look(probe: FolderProbe, name: str) -> str | None:
-    """Return why this rank does not see the file; None if it does."""
+def _look(probe: Draft, start: DraftStart) -> str | None:
+    """Return why this rank does not see the draft; None if it does."""
     try:
-        return None if probe.is_seen(name) else ""
+        return None if probe.joins(start) else ""
     except OSError as error:
         return f" ({error})"

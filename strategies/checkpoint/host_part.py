@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.atomic_replace import partial_path, remove
 from boltmesh.strategies.checkpoint.atomic_replace import replace as rename
-from boltmesh.strategies.checkpoint.file import SummedFile
-from boltmesh.strategies.checkpoint.manifest import REST, write_manifest
+from boltmesh.strategies.checkpoint.directory import complete_directory
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
 from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, LocalFolder
 from boltmesh.strategies.object_collectives import (
@@ -53,14 +52,9 @@ class HostRanks:
     per_host: int
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return dist.get_world_size(self.group)
-
-    @property
     def num_hosts(self) -> int:
         """Number of hosts."""
-        return self.world_size // self.per_host
+        return dist.get_world_size(self.group) // self.per_host
 
     @property
     def host(self) -> int:
@@ -119,8 +113,8 @@ def write_part(
         plan = planner.finish_plan(ranks.gather(made)[ranks.leader][ranks.rank])
         with torch.no_grad():
             results = ranks.gather(ranks.run(lambda: writer.write_data(plan, planner).value()))
-        finish = bind(_finish, draft, writer, metadata, ranks.of(results), rest, ranks)
-        ranks.run(finish if ranks.is_leader else noop)
+        complete = bind(_complete, draft, writer, metadata, ranks.of(results), rest)
+        ranks.run(complete if ranks.is_leader else noop)
     except BaseException:
         if ranks.is_leader:
             draft.abandon()
@@ -148,20 +142,11 @@ def _plan(
     return writer.prepare_global_plan(numbered), metadata
 
 
-def _finish(
-    draft: Draft,
-    writer: ShardWriter,
-    metadata: Metadata,
-    results: list[Any],
-    rest: bytes,
-    ranks: HostRanks,
+def _complete(
+    draft: Draft, writer: ShardWriter, metadata: Metadata, results: list[Any], rest: bytes
 ) -> None:
     writer.finish(metadata, results)
-    with draft.create(REST) as opened:
-        file = SummedFile(opened)
-        file.write(rest)
-    files = {**writer.written, REST: file.written()}
-    write_manifest(draft, world_size=ranks.world_size, files=files)
+    complete_directory(rest, draft, writer.written)
 
 
 def send_part(

@@ -65,14 +65,9 @@ def write_manifest(
             raise CheckpointError(
                 f"{name} has {stored_bytes} bytes there, and {num_bytes} were written"
             )
-        entries[name] = (
-            {"bytes": num_bytes}
-            if crc32 is None
-            else {
-                "bytes": num_bytes,
-                "crc32": crc32,
-            }
-        )
+        entries[name] = {"bytes": num_bytes}
+        if crc32 is not None:
+            entries[name][CRC32] = crc32
     content: dict[str, Any] = {
         "format": FORMAT,
         SAVE: draft.save,
@@ -168,7 +163,7 @@ def read_checked(folder: Folder, name: str) -> bytes:
     content = _read_manifest(folder)
     inside = folder.inside(str(content.get("within", "")))
     data = inside.read(name)
-    if zlib.crc32(data) != content["files"][name].get("crc32"):
+    if zlib.crc32(data) != content["files"][name].get(CRC32):
         raise CheckpointError(
             f"{inside}/{name} was damaged after it was written: its checksum is wrong. "
             f"Resume from another checkpoint."

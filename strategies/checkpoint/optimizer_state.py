@@ -135,7 +135,7 @@ def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[s
     """
     own = {name: values for name, values in state["state"].items() if stores(name)}
     small = {
-        name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
+        name: {key: each for key, each in values.items() if not is_stored_apart(each)}
         for name, values in own.items()
     }
     of_ranks = gather_objects(small)
@@ -144,7 +144,8 @@ def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[s
     return {**state, "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names}}
 
 
-def _is_stored_apart(value: Any) -> bool:
+def is_stored_apart(value: Any) -> bool:
+    """Whether a value of an optimizer's state is stored among the shards: no counter or number."""
     return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
@@ -154,16 +155,12 @@ def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state: State of the parameter, by key.
     """
-    return {
-        key: _as_part(value) if isinstance(value, Tensor) and value.dim() > 0 else value
-        for key, value in state.items()
-    }
-
-
-def _as_part(value: Tensor) -> TensorPart:
-    """Return a ``TensorPart`` for a whole tensor that only one rank has."""
-    rows = (ElementStretch(0, 0, value.shape[0]),)
-    return TensorPart.of(value, DimDivision(value.shape, 0, rows))
+    parts = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            rows = (ElementStretch(0, 0, value.shape[0]),)
+            parts[key] = TensorPart.of(value, DimDivision(value.shape, 0, rows))
+    return parts
 
 
 def is_named(saved: Mapping[str, Any]) -> bool:
@@ -183,7 +180,8 @@ def load_states(
     keeps_whole: KeepsWhole = lambda _: None,
 ) -> None:
     """Load the saved states of all optimizers; see ``load_state``."""
-    if take is None and any(PENDING in each for state in saved for each in _values(state)):
+    values = (each for state in saved for each in state["state"].values())
+    if take is None and any(PENDING in each for each in values):
         warnings.warn(
             "The checkpoint holds a gradient that was not applied yet, as schedule="
             "'pipedream_2bw' leaves one. This run applies gradients at once, and drops it.",
@@ -204,10 +202,6 @@ def load_states(
             divide=divide,
             keeps_whole=keeps_whole,
         )
-
-
-def _values(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield from saved["state"].values()
 
 
 def load_state(
@@ -301,7 +295,7 @@ def _load_value(
     *,
     is_step: bool,
     stays: bool,
-    is_whole: bool = False,
+    is_whole: bool,
 ) -> Any:
     if not isinstance(value, Tensor):
         return value

@@ -217,23 +217,18 @@ class ShardWriter(StorageWriter):
 def _write_piece(
     planner: SavePlanner, item: WriteItem, file: SummedFile, start: int
 ) -> tuple[int, int]:
-    """Write one piece; no reference to it remains when this returns."""
+    """Append a piece and its checksum; return its offset and length. No reference to it remains."""
     data = planner.resolve_data(item)
     assert isinstance(data, Tensor)
-    return _write(_compact(data), file, start)
+    offset = file.num_bytes
+    file.crc32 = start
+    save_into(_compact(data), cast("BinaryIO", file))
+    length = file.num_bytes - offset
+    file.write(CHECKSUM.pack(file.crc32))
+    return offset, length
 
 
 def _compact(part: Tensor) -> Tensor:
     """Return a tensor on the CPU whose storage has no other elements: torch saves full storages."""
     part = part.detach().cpu().contiguous()
     return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
-
-
-def _write(tensor: Tensor, file: SummedFile, start: int) -> tuple[int, int]:
-    """Append a tensor and its checksum; return its offset and length."""
-    offset = file.num_bytes
-    file.crc32 = start
-    save_into(tensor, cast("BinaryIO", file))
-    length = file.num_bytes - offset
-    file.write(CHECKSUM.pack(file.crc32))
-    return offset, length

@@ -35,7 +35,8 @@ class StateGuard:
     """
 
     def __init__(self, module: Module, absent: Collection[str], *, holds: str = ABSENT) -> None:
-        self._is_open = False
+        self.is_open = False
+        """Whether ``state_dict()`` returns parts now."""
         self.holds = holds
         self._handles = [
             each.register_state_dict_pre_hook(_Hook(self, absent, name))
@@ -45,12 +46,7 @@ class StateGuard:
 
     def opened(self) -> AbstractContextManager[None]:
         """Context in which ``state_dict()`` returns parts, for callers that handle them."""
-        return patched(self, _is_open=True)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether ``state_dict()`` returns parts now."""
-        return self._is_open
+        return patched(self, is_open=True)
 
     def remove(self) -> None:
         """Remove the guard from the model."""

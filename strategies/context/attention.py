@@ -46,7 +46,6 @@ from boltmesh.strategies.torch_compat.tensors import (
     CPU_ATTENTION_BACKWARD,
     subclasses_asked,
     subclasses_unasked,
-    times_written,
 )
 
 MOST_STRETCHES = 64
@@ -57,11 +56,10 @@ MOST_STRETCHES = 64
 def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Attend with cut queries; for whole queries with cut keys, the keys are gathered."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = named(names, args, kwargs)
-    query, key, value = (given.pop(each) for each in names[:3])
-    mask = make_whole(given.pop("attn_mask", None), "a mask of attention")
-    is_causal = bool(given.pop("is_causal", False))
-    has_groups = bool(given.pop("enable_gqa", False))
+    options: dict[str, Any] = {"enable_gqa": False, **named(names, args, kwargs)}
+    query, key, value = (options.pop(each) for each in names[:3])
+    mask = make_whole(options.pop("attn_mask", None), "a mask of attention")
+    is_causal = bool(options.pop("is_causal", False))
     if mask is not None and type(mask) is not Tensor:
         raise UnsupportedError(
             f"attention with a mask of class {type(mask).__name__} cannot be divided over the "
@@ -69,13 +67,13 @@ def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if not isinstance(query, SeqShard) or not is_at_place(query):
         whole = [make_whole(each, "keys of attention") for each in (query, key, value)]
-        return func(*whole, attn_mask=mask, is_causal=is_causal, enable_gqa=has_groups, **given)
+        return func(*whole, attn_mask=mask, is_causal=is_causal, **options)
     if is_causal and mask is not None:
         raise ValueError("attn_mask and is_causal=True cannot be given together")
     state = query.state
-    draws = given.get("dropout_p", 0.0) > 0.0
+    draws = options.get("dropout_p", 0.0) > 0.0
     with state.draws.own(everywhere=True) if draws else nullcontext():
-        local = _Attention(query, key, value, mask, is_causal, has_groups, given).run()
+        local = _Attention(query, key, value, mask, is_causal, options).run()
     return query.like(local)
 
 
@@ -108,12 +106,10 @@ class _Attention:
         value: Any,
         mask: Tensor | None,
         is_causal: bool,
-        has_groups: bool,
         options: dict[str, Any],
     ) -> None:
         self.query, self.key, self.value = query, key, value
-        self.mask, self.is_causal = mask, is_causal
-        self.options = {**options, "enable_gqa": has_groups}
+        self.mask, self.is_causal, self.options = mask, is_causal, options
         self.state: ContextState = query.state
         self.group = self.state.group
 
@@ -210,8 +206,7 @@ class _Attention:
 
     def _wants(self) -> Sequence[Intervals]:
         """Return the keys that each rank's queries see."""
-        query, length = self.query, self.key.shape[-2]
-        parts = query.positions.parts
+        length, parts = self.key.shape[-2], self.query.positions.parts
         everything = merged([(0, length)])
         if self.is_causal:
             ends = [min(own[-1][1], length) if own else 0 for own in parts]
@@ -219,12 +214,7 @@ class _Attention:
         mask = self.mask
         if mask is None or mask.dtype != torch.bool or mask.shape[-2] == 1:
             return [everything if own else () for own in parts]
-        key = id(mask), times_written(mask), parts, length
-        known = self.state.wanted.get(key)
-        if known is None:
-            known = mask, [_seen(mask, own, length) for own in parts]
-            self.state.wanted[key] = known
-        return known[1]
+        return [self._seen_by(own) for own in parts]
 
     def _rows(self, keys: Tensor, values: Tensor, have: Intervals) -> Tensor:
         """Attend with this rank's queries to fetched keys, whose positions are ``have``."""
@@ -270,28 +260,20 @@ class _Attention:
 
     def _seen_by(self, rows: Intervals) -> Intervals:
         """Return the keys that the mask shows to some queries."""
-        mask = self.mask
+        mask, length = self.mask, self.key.shape[-2]
         assert mask is not None
-        key = id(mask), times_written(mask), rows, self.key.shape[-2]
-        known = self.state.wanted.get(key)
-        if known is None:
-            known = mask, _seen(mask, rows, self.key.shape[-2])
-            self.state.wanted[key] = known
-        return known[1]
+        return self.state.once(mask, ("seen", rows, length), partial(_seen, mask, rows, length))
 
     def _part_of_mask(self, own: Intervals, have: Intervals) -> Tensor | None:
         mask = self.mask
         if mask is None:
             return None
-        key = id(mask), times_written(mask), "mask", own, have
-        known = self.state.parts.get(key)
-        if known is not None and not mask.requires_grad:
-            return known[1]
-        taken = mask if mask.shape[-2] == 1 else taken_along(mask, mask.ndim - 2, own)
-        taken = taken if mask.shape[-1] == 1 else taken_along(taken, mask.ndim - 1, have)
-        if not mask.requires_grad:
-            self.state.parts[key] = mask, taken
-        return taken
+
+        def take() -> Tensor:
+            taken = mask if mask.shape[-2] == 1 else taken_along(mask, mask.ndim - 2, own)
+            return taken if mask.shape[-1] == 1 else taken_along(taken, mask.ndim - 1, have)
+
+        return self.state.once(mask, ("mask", own, have), take)
 
     def _by_keys(self, wants: Sequence[Intervals]) -> Tensor:
         """Attend to fetched keys: of all heads, or of as many at a time as may be gathered.
@@ -343,10 +325,8 @@ class _Attention:
     ) -> Tensor:
         """Attend with this rank's queries of some heads."""
         cut = self.query.like(query), self.key.like(key), self.value.like(value)
-        options = dict(self.options)
-        has_groups = bool(options.pop("enable_gqa"))
         with subclasses_unasked():
-            own = _Attention(*cut, mask, self.is_causal, has_groups, options)
+            own = _Attention(*cut, mask, self.is_causal, self.options)
             keys, values = fetch_keys(own.key, own.value, wants)
             return own._rows(keys, values, wants[self.group.rank])
 
@@ -372,17 +352,13 @@ class _Attention:
         query, key, group = self.query, self.key, self.group
         own = query.positions.parts[group.rank]
         device = query.local.device
-        allowed: list[Tensor | bool] = []
-        for rank in range(group.size):
-            theirs = key.positions.parts[rank]
-            seen: Tensor | bool = True
+        allowed: list[Tensor | None] = []
+        for theirs in key.positions.parts:
             if self.is_causal:
                 seen = positions_of(own, device)[:, None] >= positions_of(theirs, device)[None, :]
-            elif self.mask is not None:
-                rows = self.mask
-                rows = rows if rows.shape[-2] == 1 else taken_along(rows, rows.ndim - 2, own)
-                seen = rows if rows.shape[-1] == 1 else taken_along(rows, rows.ndim - 1, theirs)
-            allowed.append(seen)
+                allowed.append(seen)
+            else:
+                allowed.append(self._part_of_mask(own, theirs))
         counts = [key.positions.count(rank) for rank in range(group.size)]
         scale = self.options.get("scale") or query.shape[-1] ** -0.5
         return ring_attention(

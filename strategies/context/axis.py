@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from boltmesh.strategies.context.entries import (
     EntryHooks,
     SequenceEntry,
     find_entries,
-    find_sequences,
     lengths_of,
 )
 from boltmesh.strategies.context.exchange import ContextGroup, expected_context_traffic
@@ -205,13 +204,7 @@ class ContextAxis(LayerAxis):
 
     def _new_state(self, group: ProcessGroup | None) -> ContextState:
         assert group is not None
-        options = self.options
-        return ContextState(
-            ContextGroup(group, self.strategy.root_device),
-            attention=options.attention,
-            balance=options.balance,
-            max_gather_bytes=options.max_gather_bytes,
-        )
+        return self.options.new_state(ContextGroup(group, self.strategy.root_device))
 
     def _prove(self, module: LightningModule, step: str) -> None:
         """Prove that the step computes the same with its sequence divided. Collective.
@@ -265,8 +258,7 @@ class ContextAxis(LayerAxis):
                 analysis = analyse(run.module, run.forward, blocks=blocks)
             self._uses_flex |= bool(calls)
             entries = find_entries(run.module, analysis, tuple(blocks), lengths)
-            axes, _ = find_sequences(analysis, lengths)
-            tokenwise = find_tokenwise(analysis, axes)
+            tokenwise = find_tokenwise(analysis, lengths)
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             failure = error
             is_ours = isinstance(error, BoltMeshError)
@@ -294,11 +286,6 @@ class ContextAxis(LayerAxis):
                 f"bolt_zero3."
             )
         return entries, tokenwise
-
-    @property
-    @override
-    def has_equal_weights(self) -> bool:
-        return False  # parameters that a hook of a later run has changed are still shared
 
     # Forecasts.
 
@@ -397,26 +384,6 @@ class ContextAxis(LayerAxis):
         self._steps, self._whole_steps = set(), set()
 
 
-class DividedSequences(Protocol):
-    """An axis that divides sequences; state and hooks are None before a model is placed."""
-
-    @property
-    def entries(self) -> tuple[SequenceEntry, ...]:
-        """Modules that first take the sequence."""
-
-    @property
-    def state(self) -> ContextState | None:
-        """State of the run."""
-
-    @property
-    def hooks(self) -> EntryHooks | None:
-        """Hooks that cut the sequence."""
-
-    @property
-    def sharing_group(self) -> ProcessGroup:
-        """CPU group of the ranks that divide the sequence."""
-
-
 class ContextBoundaries(StageBoundaries):
     """Sends only this rank's positions of a value from one pipeline stage to the next.
 
@@ -424,7 +391,7 @@ class ContextBoundaries(StageBoundaries):
     along the first dim after the rows that is as long as a sequence of the step.
     """
 
-    def __init__(self, axis: DividedSequences) -> None:
+    def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
 
     @property

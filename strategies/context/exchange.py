@@ -13,11 +13,13 @@ of other ranks' positions.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,12 +30,10 @@ from boltmesh.strategies.context.positions import (
     Intervals,
     Positions,
     common,
-    merged,
     num_positions,
     places,
 )
-from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK
-from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic
+from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic, expected_traffic
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.torch_compat.autograd import linear_map
 from boltmesh.strategies.torch_compat.communication import all_to_all
@@ -131,28 +131,10 @@ class _RowFetch:
         Args:
             local: The rows that this rank has, ``(..., own rows, ...)``.
         """
-        me, ranks = self.group.rank, range(self.group.size)
         rows = local.movedim(self.dim, 0)
-        row = rows.shape[1:].numel()
-        send = [
-            _taken(rows, places(common(self.has[me], self.wants[r]), self.has[me])) for r in ranks
-        ]
-        come = [common(self.has[r], self.wants[me]) for r in ranks]
-        numels = [num_positions(each) * row for each in come]
-        pieces: dict[int, Tensor] = {}
-        for intervals, got in zip(
-            come, self.group.exchange(send, numels, self.purpose), strict=True
-        ):
-            at = 0
-            came = got.view(-1 if row else 0, *rows.shape[1:])
-            for start, stop in intervals:
-                pieces[start] = came.narrow(0, at, stop - start) if row else came
-                at += stop - start
-        if not row:
-            made = rows.new_empty(num_positions(self.wants[me]), *rows.shape[1:])
-        else:
-            found = [pieces[start] for start in sorted(pieces)]
-            made = torch.cat(found) if found else rows.new_empty(0, *rows.shape[1:])
+        received = dict(self._received(rows, self.has, self.wants, self.purpose))
+        found = [received[start] for start in sorted(received)]
+        made = torch.cat(found) if found else rows.new_empty(0, *rows.shape[1:])
         return made.movedim(0, self.dim).contiguous()
 
     def add_back(self, gradient: Tensor) -> Tensor:
@@ -161,23 +143,30 @@ class _RowFetch:
         Args:
             gradient: Gradient of the result of ``run``, in its shape.
         """
-        me, ranks = self.group.rank, range(self.group.size)
         rows = gradient.movedim(self.dim, 0)
-        row = rows.shape[1:].numel()
-        wants = self.wants[me]
-        send = [_taken(rows, places(common(self.has[r], wants), wants)) for r in ranks]
-        come = [common(self.has[me], self.wants[r]) for r in ranks]
-        numels = [num_positions(each) * row for each in come]
-        made = rows.new_zeros(num_positions(self.has[me]), *rows.shape[1:])
+        made = rows.new_zeros(num_positions(self.has[self.group.rank]), *rows.shape[1:])
         purpose = f"{self.purpose} (backward)"
-        for intervals, got in zip(come, self.group.exchange(send, numels, purpose), strict=True):
-            at = 0
-            for start, stop in places(intervals, self.has[me]) if row else ():
-                count = stop - start
-                part = got.narrow(0, at * row, count * row).view(count, *rows.shape[1:])
-                made.narrow(0, start, count).add_(part)
-                at += count
+        for start, part in self._received(rows, self.wants, self.has, purpose):
+            made.narrow(0, start, len(part)).add_(part)
         return made.movedim(0, self.dim).contiguous()
+
+    def _received(
+        self,
+        rows: Tensor,
+        has: Sequence[Intervals],
+        wants: Sequence[Intervals],
+        purpose: str,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Send rows to the ranks that want them; yield what comes, with its place. Collective."""
+        me, ranks = self.group.rank, range(self.group.size)
+        send = [_taken(rows, places(common(has[me], wants[r]), has[me])) for r in ranks]
+        come = [common(has[r], wants[me]) for r in ranks]
+        numels = [num_positions(each) * rows.shape[1:].numel() for each in come]
+        for intervals, got in zip(come, self.group.exchange(send, numels, purpose), strict=True):
+            pieces = got.view(num_positions(intervals), *rows.shape[1:])
+            counts = [stop - start for start, stop in intervals]
+            starts = [start for start, _ in places(intervals, wants[me])]
+            yield from zip(starts, pieces.split_with_sizes(counts), strict=True)
 
 
 def _taken(rows: Tensor, intervals: Intervals) -> Tensor:
@@ -316,17 +305,12 @@ def _to_positions(whole: Tensor, swap: _HeadSwap) -> Tensor:
     return linear_map(whole, swap.to_positions, lambda gradient: _to_heads(gradient, swap))
 
 
-def send_around(tensor: Tensor, numel: int, group: ContextGroup, purpose: str) -> Tensor:
-    """Send a tensor to the next rank; return the previous rank's, ``(numel,)``. No autograd."""
+def send_around(tensor: Tensor, shape: Sequence[int], group: ContextGroup, purpose: str) -> Tensor:
+    """Send a tensor to the next rank; return the previous rank's, of ``shape``. No autograd."""
     following, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     pieces = [tensor if r == following else tensor.new_empty(0) for r in range(group.size)]
-    numels = [numel if r == previous else 0 for r in range(group.size)]
-    return group.exchange(pieces, numels, purpose)[previous]
-
-
-def all_of(positions: Positions, group: ContextGroup) -> tuple[Intervals, ...]:
-    """Return the positions that each rank wants in a gather: all."""
-    return (merged([(0, positions.length)]),) * group.size
+    numels = [prod(shape) if r == previous else 0 for r in range(group.size)]
+    return group.exchange(pieces, numels, purpose)[previous].view(*shape)
 
 
 _WHY = {
@@ -345,19 +329,12 @@ def expected_context_traffic(
         size: Ranks of the context group.
         accumulated: Batches per optimizer step.
     """
-    digest = OperatorTraffic(BYTES_PER_RANK * size, 1)
-    traffic = {"allreduce": OperatorTraffic(0, 0), **counted}
-    own = traffic["allreduce"]
-    traffic["allreduce"] = OperatorTraffic(
-        own.num_bytes + digest.num_bytes, own.calls + digest.calls
+    every = expected_traffic(
+        counted, size=size, accumulated=accumulated, num_norms=0, agrees_on_overflow=False
     )
     return [
-        ExpectedTraffic(
-            axis="context",
-            operator=operator,
-            payload_bytes=float(each.num_bytes * accumulated),
-            calls=float(each.calls * accumulated),
-            why=_WHY.get(operator, "positions of the sequence"),
+        msgspec.structs.replace(
+            each, axis="context", why=_WHY.get(each.operator, "positions of the sequence")
         )
-        for operator, each in traffic.items()
+        for each in every
     ]

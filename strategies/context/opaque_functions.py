@@ -9,6 +9,7 @@ empty, and its function gets the positions of queries and keys in the whole sequ
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,11 +66,8 @@ def _run(
         else:
             if not is_fake(local):
                 at = positions_of(own, local.device), positions_of(have, local.device)
-                kept = state.wanted.get((id(mask[3]), own, have))
-                if kept is None:
-                    kept = mask[3], mask_of_parts(mask, *at)
-                    state.wanted[id(mask[3]), own, have] = kept
-                mask, score = kept[1], scores_of_parts(score, *at)
+                mask = state.once(mask[3], ("flex", own, have), partial(mask_of_parts, mask, *at))
+                score = scores_of_parts(score, *at)
             results = _attended(operator, local, keys, values, score, mask, *options)
     out, *sums = results
     rows = out.ndim - 2
@@ -129,20 +127,16 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return run_by_answer(_function_of(cls), args, kwargs)
 
 
+@cache
 def _function_of(cls: Any) -> Any:
-    known = _functions.get(cls)
-    if known is None:
+    """Return a function that calls ``apply``: one for each class, as answers are cached by it."""
 
-        def known(*args: Any, **kwargs: Any) -> Any:
-            return _apply(cls, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _apply(cls, *args, **kwargs)
 
-        known.__name__ = cls.__name__
-        known.has_own_backward = True  # type: ignore[attr-defined]
-        _functions[cls] = known
-    return known
-
-
-_functions: dict[Any, Any] = {}
+    call.__name__ = cls.__name__
+    call.has_own_backward = True  # type: ignore[attr-defined]
+    return call
 
 
 @contextmanager

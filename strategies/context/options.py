@@ -8,8 +8,9 @@ import torch
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError, UnsupportedError
+from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.positions import Balance
-from boltmesh.strategies.context.seq_shard import Mechanism
+from boltmesh.strategies.context.seq_shard import ContextState, Mechanism
 from boltmesh.strategies.dry_run.unsupported import Reasons
 from boltmesh.strategies.torch_compat.modules import is_compiled
 
@@ -57,6 +58,10 @@ class ContextOptions:
                 f"max_gather_bytes={self.max_gather_bytes} allows no gather. Leave it out, or name "
                 f"the bytes of the largest tensor that a rank may make whole."
             )
+
+    def new_state(self, group: ContextGroup) -> ContextState:
+        """Return the state of a run with these options."""
+        return ContextState(group, self.attention, self.balance, self.max_gather_bytes)
 
 
 SEQUENCES = Reasons(

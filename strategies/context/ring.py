@@ -26,7 +26,7 @@ def ring_attention(
     key: Tensor,
     value: Tensor,
     scale: float,
-    allowed: Sequence[Tensor | bool],
+    allowed: Sequence[Tensor | None],
     counts: Sequence[int],
     group: ContextGroup,
 ) -> Tensor:
@@ -37,7 +37,7 @@ def ring_attention(
         key: ``(B, key heads, own keys, D)``, like ``value``.
         value: The values.
         scale: Factor of the scores.
-        allowed: For each rank, the keys of it that this rank's queries see: True for all, or a mask
+        allowed: For each rank, the keys of it that this rank's queries see: None for all, or a mask
             that broadcasts to ``(B, H, s, its keys)``.
         counts: Number of keys by rank.
         group: The ranks.
@@ -57,26 +57,22 @@ def ring_attention(
     return out.reshape(batch, heads, num_queries, channels)
 
 
-def _by_key_heads(mask: Tensor | bool, heads: int, key_heads: int) -> Tensor | bool:
-    if isinstance(mask, bool) or mask.ndim < 4:
+def _by_key_heads(mask: Tensor | None, heads: int, key_heads: int) -> Tensor | None:
+    if mask is None or mask.ndim < 4:
         return mask
     mask = mask.expand(mask.shape[0], heads, *mask.shape[2:])
     return mask.reshape(mask.shape[0], key_heads, heads // key_heads, *mask.shape[2:])
 
 
-def _round(tensor: Tensor, shape: Sequence[int], group: ContextGroup, purpose: str) -> Tensor:
-    return send_around(tensor, torch.Size(shape).numel(), group, purpose).view(*shape)
-
-
-def _scores(query: Tensor, key: Tensor, scale: float, allowed: Tensor | bool) -> Tensor:
+def _scores(query: Tensor, key: Tensor, scale: float, allowed: Tensor | None) -> Tensor:
     scores = (query @ key.unsqueeze(2).mT).to(
         torch.promote_types(query.dtype, torch.float32)
     ) * scale
-    return scores if isinstance(allowed, bool) else scores.masked_fill(~allowed, _FAR)
+    return scores if allowed is None else scores.masked_fill(~allowed, _FAR)
 
 
-def _masked(weights: Tensor, allowed: Tensor | bool) -> Tensor:
-    return weights if isinstance(allowed, bool) else weights.masked_fill(~allowed, 0.0)
+def _masked(weights: Tensor, allowed: Tensor | None) -> Tensor:
+    return weights if allowed is None else weights.masked_fill(~allowed, 0.0)
 
 
 class _Ring(Function):
@@ -87,7 +83,7 @@ class _Ring(Function):
         query: Tensor,
         both: Tensor,
         scale: float,
-        allowed: tuple[Tensor | bool, ...],
+        allowed: tuple[Tensor | None, ...],
         counts: tuple[int, ...],
         group: ContextGroup,
     ) -> Tensor:
@@ -109,7 +105,7 @@ class _Ring(Function):
             if turn < group.size - 1:
                 after = (source - 1) % group.size
                 shape = (*own.shape[:3], counts[after], own.shape[4])
-                moving = _round(moving, shape, group, "ring: keys")
+                moving = send_around(moving, shape, group, "ring: keys")
         ctx.saved = scale, allowed, counts, group
         ctx.save_for_backward(query, own, out, log_sum)
         return out.to(query.dtype)
@@ -138,6 +134,6 @@ class _Ring(Function):
             after = (source - 1) % group.size
             shape = (*own.shape[:3], counts[after], own.shape[4])
             if turn < group.size - 1:
-                moving = _round(moving, shape, group, "ring: keys again")
-            of_moving = _round(of_moving, shape, group, "ring: gradients")
+                moving = send_around(moving, shape, group, "ring: keys again")
+            of_moving = send_around(of_moving, shape, group, "ring: gradients")
         return of_query.to(query.dtype), of_moving.to(own.dtype), None, None, None, None

@@ -162,16 +162,13 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(entry, (Tensor, list, bool)) for entry in index):
         if any(isinstance(entry, bool) for entry in index):
             return func(make_whole(value, "indexing by a boolean"), index)
-        return _indexed(func, value, index)
+        whole = make_whole(value, "indexing by tensors")
+        return func(whole, make_all_whole(index, "an index"))
     index = tuple(
         entry if isinstance(entry, slice) or entry is None or entry is Ellipsis else int(entry)
         for entry in index
     )
     return _sliced(value, _full(index, value.ndim))
-
-
-def _indexed(func: Any, value: SeqShard, index: tuple[Any, ...]) -> Any:
-    return func(make_whole(value, "indexing by tensors"), make_all_whole(index, "an index"))
 
 
 def _full(index: tuple[Any, ...], ndim: int) -> list[Any]:

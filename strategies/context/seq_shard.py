@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,17 +18,18 @@ from typing_extensions import Self, override
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.context.exchange import (
     ContextGroup,
-    all_of,
     fetch,
     swap_to_heads,
     swap_to_positions,
 )
 from boltmesh.strategies.context.positions import (
     Balance,
+    Intervals,
     Positions,
     divide,
     divide_by_work,
     document_work,
+    merged,
 )
 from boltmesh.strategies.tensor.runtime.dropout import Draws
 from boltmesh.strategies.torch_compat.tensors import (
@@ -39,6 +40,7 @@ from boltmesh.strategies.torch_compat.tensors import (
     tree_map_only,
 )
 
+T = TypeVar("T")
 Mechanism = Literal["auto", "keys", "heads", "ring"]
 
 
@@ -53,13 +55,10 @@ class ContextState:
     """Larger gathers are refused; None: no limit."""
     gathered: dict[str, int] = field(default_factory=dict)
     """Bytes of tensors that were gathered, by the function that needed them whole."""
-    parts: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """This rank's part of whole tensors, which are kept alive by it. For one step."""
-    wanted: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
-    """The keys that each rank's queries see, by mask, which is kept alive. For one step."""
 
     def __post_init__(self) -> None:
         self.draws = Draws(self.group)
+        self._kept: dict[Any, tuple[Tensor, Any]] = {}
         self._work: dict[int, Tensor] = {}
         self._divisions: dict[int, Positions] = {}
 
@@ -84,10 +83,25 @@ class ContextState:
         """Rank of this process in the group."""
         return self.group.rank
 
+    def once(self, tensor: Tensor, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """Return what is made of a tensor, once for the layers of a step unless it has a graph.
+
+        Args:
+            tensor: Kept alive meanwhile.
+            key: What is made of it, beside the tensor.
+            make: Makes it.
+        """
+        if tensor.requires_grad:
+            return make()
+        at = id(tensor), times_written(tensor), *key
+        if at not in self._kept:
+            self._kept[at] = tensor, make()
+        made: T = self._kept[at][1]
+        return made
+
     def end_step(self) -> None:
         """Drop what was kept for the layers of one step."""
-        self.parts.clear()
-        self.wanted.clear()
+        self._kept.clear()
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self
@@ -236,14 +250,6 @@ def cut(tensor: Tensor, dim: int, state: ContextState) -> SeqShard:
     return make_cut(part_of(tensor, dim, positions, state), dim, positions, state)
 
 
-def rows_of(cut_tensor: SeqShard) -> Tensor:
-    """Return ``local`` as ``(..., num_outer, s, num_inner, ...)``: positions at ``seq_dim + 1``."""
-    own = cut_tensor.positions.count(cut_tensor.state.rank)
-    sizes = cut_tensor.num_outer, own, cut_tensor.num_inner
-    rows: Tensor = cut_tensor.local.unflatten(cut_tensor.seq_dim, sizes)  # type: ignore[no-untyped-call]
-    return rows
-
-
 def make_whole(value: Any, why: str) -> Any:
     """Return all positions of a cut tensor, in its shape; others unchanged. Collective.
 
@@ -269,14 +275,8 @@ def make_whole(value: Any, why: str) -> Any:
                 f"write this part without looking along the whole sequence."
             )
         state.gathered[why] = max(state.gathered.get(why, 0), num_bytes)
-        joined = fetch(
-            rows_of(value),
-            value.seq_dim + 1,
-            value.positions,
-            all_of(value.positions, state.group),
-            state.group,
-            "gather",
-        ).flatten(value.seq_dim, value.seq_dim + 2)
+        everything = [merged([(0, value.positions.length)])] * state.group.size
+        joined = _fetch_rows(value, everything, "gather")
     value.gathered = joined, *_moment(local)
     return joined
 
@@ -336,11 +336,16 @@ def moved_to(value: SeqShard, positions: Positions) -> SeqShard:
     """Return a tensor of equal shape with another division. Collective if divisions differ."""
     if value.positions.parts == positions.parts:
         return value
-    state = value.state
-    moved = fetch(
-        rows_of(value), value.seq_dim + 1, value.positions, positions.parts, state.group, "move"
-    )
-    return value.like(moved.flatten(value.seq_dim, value.seq_dim + 2), positions=positions)
+    return value.like(_fetch_rows(value, positions.parts, "move"), positions=positions)
+
+
+def _fetch_rows(value: SeqShard, wants: Sequence[Intervals], purpose: str) -> Tensor:
+    """Return the positions that this rank wants, as a plain tensor. Collective."""
+    own = value.positions.count(value.state.rank)
+    sizes = value.num_outer, own, value.num_inner
+    rows: Tensor = value.local.unflatten(value.seq_dim, sizes)  # type: ignore[no-untyped-call]
+    rows = fetch(rows, value.seq_dim + 1, value.positions, wants, value.state.group, purpose)
+    return rows.flatten(value.seq_dim, value.seq_dim + 2)
 
 
 def part_of(
@@ -357,22 +362,16 @@ def part_of(
     with ``num_outer * S * num_inner`` elements along ``dim``.
     """
     own = positions.parts[state.rank]
-    key = id(tensor), times_written(tensor), dim, own, num_outer, num_inner
-    keeps = not tensor.requires_grad
-    if keeps and key in state.parts:
-        return state.parts[key][1]
-    sizes = num_outer, positions.length, num_inner
-    rows: Tensor = tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
-    if len(own) == 1:
-        start, stop = own[0]
-        taken = rows.narrow(dim + 1, start, stop - start)
-    else:
-        pieces = [rows.narrow(dim + 1, start, stop - start) for start, stop in own]
-        taken = torch.cat(pieces, dim + 1) if pieces else rows.narrow(dim + 1, 0, 0)
-    taken = taken.flatten(dim, dim + 2)
-    if keeps:
-        state.parts[key] = tensor, taken
-    return taken
+
+    def take() -> Tensor:
+        sizes = num_outer, positions.length, num_inner
+        rows: Tensor = tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+        if len(own) == 1:
+            start, stop = own[0]
+            return rows.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
+        return taken_along(rows, dim + 1, own).flatten(dim, dim + 2)
+
+    return state.once(tensor, ("part", dim, own, num_outer, num_inner), take)
 
 
 def taken_along(tensor: Tensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Dropout, Module
 from torch.utils.checkpoint import checkpoint
 
+from boltmesh.strategies.context.entries import find_sequences
 from boltmesh.strategies.context.seq_shard import ContextState, SeqShard
 from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
@@ -28,6 +29,7 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     representative,
 )
 from boltmesh.strategies.tensor.analysis.trace import OperatorRecord
+from boltmesh.strategies.torch_compat.modules import has_hooks
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,19 @@ class TokenwiseModule:
     """Whether random numbers are drawn for positions."""
 
 
-def find_tokenwise(analysis: Analysis, axes: Collection[SymbolicDim]) -> dict[str, TokenwiseModule]:
+def find_tokenwise(
+    analysis: Analysis, lengths: Collection[int] | None = None
+) -> dict[str, TokenwiseModule]:
     """Return the modules that compute each position alone, by name.
 
     Dropout is the only module returned that draws random numbers: others may draw for whole rows.
 
     Args:
         analysis: Analysis of the step.
-        axes: Sequences of the step.
+        lengths: As for ``find_entries``.
     """
     trace = analysis.trace
-    sequences = {representative(each) for each in axes}
+    sequences = set(map(representative, find_sequences(analysis, lengths)[0]))
     if any(each.form == "product" for each in sequences):
         return {}  # a view divides it somewhere
     parts = {representative(each) for atom in sequences for each in _parts_of(atom)}
@@ -145,23 +149,14 @@ class TokenwiseModules:
         for name, each in modules.items():
             module = model.get_submodule(name)
             inner = [one for one in module.modules() if one is not module]
-            if any(_is_watched(one) for one in inner):
-                continue  # by hooks, which see activations of the whole
+            if any(map(has_hooks, inner)):
+                continue  # they see activations of the whole
             run = _PlainRun(state, module, each, is_training, tile if inner else None)
             self._changes.wrap(module, run)
 
     def remove(self) -> None:
         """Restore the model."""
         self._changes.undo()
-
-
-def _is_watched(module: Module) -> bool:
-    own = vars(module)
-    return any(
-        own.get(name)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-                     "_backward_pre_hooks")
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

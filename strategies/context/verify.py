@@ -7,7 +7,7 @@ over the ranks of every gradient have to agree. Long sequences are shortened for
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,11 +61,11 @@ class ContextProof:
     state: ContextState
     world_cpu_group: ProcessGroup
     blocks: Mapping[str, Module]
-    tokenwise: Mapping[str, TokenwiseModule] = field(default_factory=dict)
-    tile: int | None = None
+    tokenwise: Mapping[str, TokenwiseModule]
+    tile: int | None
 
-    def check(self) -> int:
-        """Compare the step whole and cut; return the longest sequence that was cut.
+    def check(self) -> None:
+        """Compare the step whole and cut.
 
         Collective over all ranks of the job, whose models are equal and whole and do not change.
         The group of the state is destroyed.
@@ -79,14 +79,16 @@ class ContextProof:
         is_idle = True
         try:
             with converted(module, device, wide), full_float32(), flex_attention_watched():
-                run = replace(self.dry_run, args=_on(device, self.dry_run.args), probes=probes)
-                run, lengths, whole = self._run_whole(run)
+                args = floats_in(torch.float32, move_data_to_device(self.dry_run.args, device))
+                run = replace(self.dry_run, args=tuple(args), probes=probes)
+                lengths = self._lengths(run)
                 if not lengths:
                     raise ConfigError(
                         f"{type(module).__name__}.{run.step} does not call "
                         f"{' or '.join(repr(each.module) for each in self.entries)}, where its "
                         f"sequence would be divided. Use a strategy without a context axis."
                     )
+                run, whole = self._run_whole(run, max(lengths))
                 is_idle = False
                 fault, cut = None, DryRunOutcome()
                 try:
@@ -108,12 +110,9 @@ class ContextProof:
                 f"{self.state.group.size} ranks computes something else than whole: it {fault}. "
                 f"Use a strategy without a context axis, such as bolt_zero3."
             )
-        return max(lengths)
 
-    def _run_whole(self, run: DryRun) -> tuple[DryRun, set[int], DryRunOutcome]:
+    def _run_whole(self, run: DryRun, longest: int) -> tuple[DryRun, DryRunOutcome]:
         """Run the step whole, with a shortened batch if that is possible. Collective."""
-        lengths = self._lengths(run)
-        longest = max(lengths, default=0)
         short = max(SHORT, 4 * self.state.group.size)
         if longest > short:
             shorter = replace(run, args=_shortened(run.args, longest, longest - short))
@@ -122,14 +121,14 @@ class ContextProof:
             except Exception as error:  # noqa: BLE001 - as of a table of positions of fixed size
                 found, outcome, fault = set(), DryRunOutcome(), _told(error)
             if self._first(fault) is None and found and max(found) < longest:
-                return shorter, found, outcome
+                return shorter, outcome
         whole, cause = DryRunOutcome(), None
         try:
             whole = run.run()
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             cause = error
         self._refuse_failed(run, cause)
-        return run, lengths, whole
+        return run, whole
 
     def _lengths(self, run: DryRun) -> set[int]:
         """Return the lengths of a step's sequences; raise its error on all ranks. Collective."""
@@ -212,10 +211,6 @@ def results_whole(module: Module, step: str) -> AbstractContextManager[None]:
 def _told(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0][:400]
     return text if isinstance(error, BoltMeshError) else f"{type(error).__name__}: {text}"
-
-
-def _on(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(floats_in(torch.float32, move_data_to_device(args, device)))
 
 
 def _shortened(args: tuple[Any, ...], length: int, less: int) -> tuple[Any, ...]:

@@ -60,7 +60,6 @@ class BackwardPass:
     ) -> None:
         self.flight = flight
         self.activations = activations
-        self.stage = stage
         self.is_freed = stage == 3
         self.is_whole = stage == 1 and is_accumulated
         self.is_shared = stage > 1 and is_accumulated
@@ -141,12 +140,12 @@ class MemoryEstimate:
     def beside(self, other: "MemoryEstimate") -> "MemoryEstimate":
         """Return the sum of both, with the peak of ``other`` at every moment."""
         kinds = {**self.kept, **other.kept}
-        most = total((other.peak,))
+        peak = other.peak
         return MemoryEstimate(
             {kind: self.kept.get(kind, Bytes()) + other.kept.get(kind, Bytes()) for kind in kinds},
-            self.peak + most,
+            self.peak + peak,
             self.peak_moment,
-            {name: size + most.device + most.host for name, size in self.moments.items()},
+            {name: size + peak.device + peak.host for name, size in self.moments.items()},
         )
 
     def between(self, other: "MemoryEstimate", part: float) -> "MemoryEstimate":

@@ -139,13 +139,6 @@ class TensorShape:
         rows = self.shape[0] if self.shape else 1
         return -(-rows // num_shards) * (self.numel // rows if rows else 0)
 
-    def shard_numel(self, num_shards: int, rank: int = 0) -> int:
-        """Return the elements of one rank's shard; the last ranks may have fewer, or none."""
-        rows = self.shape[0] if self.shape else 1
-        each = -(-rows // num_shards)
-        mine = min(each, max(0, rows - rank * each))
-        return mine * (self.numel // rows if rows else 0)
-
 
 @dataclass(frozen=True)
 class UnitShape:
@@ -170,12 +163,6 @@ class UnitShape:
     def trained_numel(self) -> int:
         """Number of elements with gradients."""
         return sum(each.numel for each in self.tensors if each.is_trained)
-
-    def padded_numel(self, num_shards: int, *, trained: bool = False) -> int:
-        """Return the elements of one rank's padded shards, of all tensors or the trained ones."""
-        return sum(
-            each.padded_numel(num_shards) for each in self.tensors if each.is_trained or not trained
-        )
 
 
 @dataclass(frozen=True)
@@ -328,7 +315,6 @@ class JobShape:
     """Number of batches of a rank per optimizer step."""
     state_copies: int = 2
     """Number of tensors per parameter that the optimizer keeps: 2 for Adam, 1 for momentum."""
-    optimizer: str = "AdamW"
     reads_gradients: bool = False
     """Whether the Trainer itself reads gradients, as a scaler and clipping by value do."""
     is_on_host: bool = False

@@ -11,7 +11,14 @@ collective, and the parameters to which it is copied. ``Tiles`` is the same for 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from boltmesh.strategies.cost_model.model import JobShape, ModelShape, ShardingLayout, UnitShape
+from boltmesh.strategies.cost_model.model import (
+    JobShape,
+    ModelShape,
+    ShardingLayout,
+    TensorShape,
+    UnitShape,
+    Widths,
+)
 from boltmesh.strategies.cost_model.offload import FP32
 from boltmesh.strategies.tiling.plan import TilePlan
 
@@ -20,9 +27,9 @@ from boltmesh.strategies.tiling.plan import TilePlan
 class Tiles:
     """One tiled weight on the ranks of a job."""
 
-    unit: UnitShape
+    weight: TensorShape
     plan: TilePlan
-    job: JobShape
+    widths: Widths
 
     @classmethod
     def of(cls, unit: UnitShape, job: JobShape) -> "Tiles":
@@ -31,39 +38,37 @@ class Tiles:
         assert unit.tile_bytes is not None
         rows = weight.shape[0]
         row_bytes = weight.numel // rows * job.widths.store(weight.element_bytes)
-        return cls(unit, TilePlan.of(rows, row_bytes, job.num_shards, unit.tile_bytes), job)
+        plan = TilePlan.of(rows, row_bytes, job.num_shards, unit.tile_bytes)
+        return cls(weight, plan, job.widths)
 
     @property
     def tile_numel(self) -> int:
         """Number of elements of a gathered tile."""
-        (weight,) = self.unit.tensors
-        return self.plan.ranks * self.plan.tile_rows * (weight.numel // weight.shape[0])
+        return self.plan.ranks * self.plan.tile_rows * (self.weight.numel // self.plan.rows)
 
     @property
     def whole_numel(self) -> int:
         """Number of elements of all tiles, with padding."""
-        (weight,) = self.unit.tensors
-        return self.plan.ranks * weight.padded_numel(self.plan.ranks)
+        return self.plan.ranks * self.weight.padded_numel(self.plan.ranks)
 
     def forward(self) -> int:
         """Return the bytes of two gathered tiles; for a single rank those of a cast, if any."""
-        width = max(map(self._width, self.unit.tensors[0].layers))
+        width = max(map(self._width, self.weight.layers))
         if self.plan.ranks > 1:
             return 2 * self.tile_numel * width
-        (weight,) = self.unit.tensors
-        is_cast = width != self.job.widths.store(weight.element_bytes)
+        is_cast = width != self.widths.store(self.weight.element_bytes)
         return self.tile_numel * width if is_cast else 0
 
     def backward(self) -> int:
         """Return the bytes in the backward pass: those, and two gradients of a tile."""
-        if not self.unit.trained_numel:
+        if not self.weight.is_trained:
             return self.forward()
         return self.forward() + 2 * self.tile_numel * FP32
 
     def gathers(self) -> tuple[int, int]:
         """Return collectives and bytes of a microbatch; products gather again in their backward."""
         calls = size = 0
-        for layer in self.unit.tensors[0].layers:
+        for layer in self.weight.layers:
             passes = 2 if layer == "product" else 1
             calls += passes * self.plan.count
             size += passes * self.whole_numel * self._width(layer)
@@ -71,18 +76,15 @@ class Tiles:
 
     def reductions(self) -> tuple[int, int]:
         """Return collectives and bytes of a microbatch's reductions, at least in fp32."""
-        if not self.unit.trained_numel:
+        if not self.weight.is_trained:
             return 0, 0
-        (weight,) = self.unit.tensors
-        width = max(FP32, self.job.widths.store(weight.element_bytes))
-        num_layers = len(weight.layers)
+        width = max(FP32, self.widths.store(self.weight.element_bytes))
+        num_layers = len(self.weight.layers)
         return num_layers * self.plan.count, num_layers * self.whole_numel * width
 
     def _width(self, layer: str) -> int:
         """Return bytes per element: autocast casts for matrix products, not for lookups."""
-        (weight,) = self.unit.tensors
-        is_autocast = layer == "product"
-        return self.job.widths.compute(weight.element_bytes, is_autocast=is_autocast)
+        return self.widths.compute(self.weight.element_bytes, is_autocast=layer == "product")
 
 
 class InFlightMemory:

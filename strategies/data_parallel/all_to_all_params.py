@@ -14,7 +14,7 @@ optimizers treat missing gradients differently from zeros.
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class AllToAllParams(PlainInStep, ABC):
+class AllToAllParams(PlainInStep):
     """Parameters of which each rank of a group computes with a part.
 
     ``place`` is the index of a parameter in ``parameters``.

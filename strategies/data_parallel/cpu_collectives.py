@@ -125,12 +125,7 @@ class CpuAllGather(DefaultAllGather):
 
 
 class CpuReduceScatter(EndedReduceScatter):
-    """FSDP2's reduce-scatter for one unit.
-
-    Args:
-        memory: Pool for the tensors; None allocates new memory each time.
-        num_ranks: Size of the group that the unit is sharded over.
-    """
+    """FSDP2's reduce-scatter for one unit; without ``memory`` each tensor has new memory."""
 
     def __init__(self, memory: BufferPool | None, num_ranks: int) -> None:
         self._memory = memory

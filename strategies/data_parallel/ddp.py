@@ -212,11 +212,10 @@ class DdpAxis(DataAxis):
             why = f"PowerSGD factors of rank {self.options.powersgd_rank}"
         else:
             payload, why = whole, "gradients of the trainable parameters, once per optimizer step"
-        traffic = [ExpectedTraffic("data", "allreduce", payload, None, why)]
         if self.options.find_unused_parameters:
-            extra = 4 * len(parameters)
+            payload += 4 * len(parameters)
             why = f"{why}; a map of the used parameters, 4 bytes each"
-            traffic = [ExpectedTraffic("data", "allreduce", payload + extra, None, why)]
+        traffic = [ExpectedTraffic("data", "allreduce", payload, None, why)]
         buffers = sum(b.numel() * b.element_size() for b in module.modules_buffers)
         if buffers:
             why = "buffers of the first data rank, before a synchronised forward pass"

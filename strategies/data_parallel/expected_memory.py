@@ -5,6 +5,7 @@
 telemetry should measure.
 """
 
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 
 import torch
@@ -42,7 +43,8 @@ def held_tensors(
         shards += plain.parameters
     shards += [each.parameter for each in model.tiled]
     shards += filter(is_composite, model.module.parameters())
-    wholes = [whole for _, whole in pairs if whole is not None and _has_memory(whole)]
+    # FSDP2 keeps a gathered tensor and frees its storage.
+    wholes = [each for _, each in pairs if each is not None and each.untyped_storage().size()]
     gradients = [each.grad for each in shards if each.grad is not None]
     for unit in model.units.values():
         gradients += unsharded_gradients(unit)
@@ -56,46 +58,34 @@ def held_tensors(
     }
 
 
-def _has_memory(whole: Tensor) -> bool:
-    """Whether a gathered copy exists: FSDP2 keeps the tensor and frees its storage."""
-    return whole.untyped_storage().size() > 0
-
-
 def describe_units(
     module: Module, units: Mapping[str, FSDPModule], *, cast: Container[str]
 ) -> ModelShape:
-    """Return the shapes of a wrapped module.
-
-    Args:
-        module: The wrapped module.
-        units: Units by name; the root's name is empty.
-        cast: Names of the units that are gathered in autocast's dtype.
-    """
+    """Return the shapes of a wrapped module; units in ``cast`` are gathered in autocast's dtype."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     shapes = []
     for unit_name, unit in units.items():
-        tensors = [
-            TensorShape(
-                names.get(sharded, unit_name),
-                tuple(sharded.shape),
-                is_trained=sharded.requires_grad,
-                element_bytes=sharded.element_size(),
-            )
-            for sharded, _ in unit_parameters(unit)
-        ]
-        is_root = not unit_name
+        tensors = tuple(
+            tensor_shape(names.get(shard, unit_name), shard) for shard, _ in unit_parameters(unit)
+        )
+        is_cast = unit_name in cast
         shapes.append(
-            UnitShape(
-                unit_name,
-                tuple(tensors),
-                is_autocast=unit_name in cast,
-                stays_gathered=is_root,
-            )
+            UnitShape(unit_name, tensors, is_autocast=is_cast, stays_gathered=not unit_name)
         )
     return ModelShape(
         type(module).__name__,
         tuple(shapes),
         buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
+    )
+
+
+def tensor_shape(name: str, parameter: Tensor) -> TensorShape:
+    """Return a parameter of any shape for the cost model."""
+    return TensorShape(
+        name,
+        tuple(parameter.shape),
+        is_trained=parameter.requires_grad,
+        element_bytes=parameter.element_size(),
     )
 
 
@@ -105,7 +95,6 @@ def describe_job(
     shard_size: int,
     num_microbatches: int,
     compute_dtype: torch.dtype | None,
-    state_copies: int = 2,
     is_on_host: bool = False,
 ) -> JobShape:
     """Return a run's ranks, dtypes and batches for the cost model."""
@@ -117,7 +106,6 @@ def describe_job(
         widths,
         shard_size=shard_size,
         num_microbatches=num_microbatches,
-        state_copies=state_copies,
         is_on_host=is_on_host,
     )
 
@@ -147,10 +135,9 @@ def expected_held_memory(
     }
     states = [_optimizer_state(each, kept) for each in optimizers]
     if all(state is not None for state in states):
-        total: dict[MemoryPlace, int] = {}
+        total: Counter[MemoryPlace] = Counter()
         for state in states:
-            for place, size in (state or {}).items():
-                total[place] = total.get(place, 0) + size
+            total.update(state or {})
         by_kind["optimizer"] = total
     return [
         MemoryKind(kind, place, None, size)
@@ -159,15 +146,11 @@ def expected_held_memory(
     ]
 
 
-def _by_place(tensors: Iterable[Tensor]) -> dict[MemoryPlace, int]:
+def _by_place(tensors: Iterable[Tensor]) -> Counter[MemoryPlace]:
     """Return the bytes on the device and on the host; a tensor that occurs twice counts once."""
-    sizes: dict[MemoryPlace, int] = {}
-    seen: set[int] = set()
-    for tensor in tensors:
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            place = _place(tensor)
-            sizes[place] = sizes.get(place, 0) + _held_bytes(tensor)
+    sizes: Counter[MemoryPlace] = Counter()
+    for tensor in {id(each): each for each in tensors}.values():
+        sizes[_place(tensor)] += _held_bytes(tensor)
     return sizes
 
 
@@ -180,9 +163,9 @@ def _place(tensor: Tensor) -> MemoryPlace:
     return "host" if tensor.device.type == "cpu" else "device"
 
 
-def _optimizer_state(optimizer: Optimizer, held: Set[Parameter]) -> dict[MemoryPlace, int] | None:
+def _optimizer_state(optimizer: Optimizer, held: Set[Parameter]) -> Counter[MemoryPlace] | None:
     """Return the bytes that an optimizer's state will have, by place; None if unknown."""
-    sizes: dict[MemoryPlace, int] = {}
+    sizes: Counter[MemoryPlace] = Counter()
     for group in optimizer.param_groups:
         copies = _num_copies(optimizer, group)
         if copies is None:
@@ -190,13 +173,12 @@ def _optimizer_state(optimizer: Optimizer, held: Set[Parameter]) -> dict[MemoryP
         for parameter in group["params"]:
             if not parameter.requires_grad or parameter not in held:
                 continue
-            size = copies * _held_bytes(parameter)
             place = _place(parameter)
-            sizes[place] = sizes.get(place, 0) + size
+            sizes[place] += copies * _held_bytes(parameter)
             if isinstance(optimizer, Adam):  # counts its steps in a scalar of each parameter
                 is_beside = group.get("capturable") or group.get("fused")
-                where = place if is_beside else "host"
-                sizes[where] = sizes.get(where, 0) + _step_bytes(fused=bool(group.get("fused")))
+                fused = bool(group.get("fused"))
+                sizes[place if is_beside else "host"] += _step_bytes(fused=fused)
     return sizes
 
 

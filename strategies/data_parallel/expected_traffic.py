@@ -16,19 +16,14 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from boltmesh.strategies.cost_model.memory import estimate_memory
-from boltmesh.strategies.cost_model.model import (
-    JobShape,
-    ModelShape,
-    ShardingLayout,
-    TensorShape,
-    UnitShape,
-)
+from boltmesh.strategies.cost_model.model import JobShape, ModelShape, ShardingLayout, UnitShape
 from boltmesh.strategies.cost_model.traffic import NORM_BYTES, OVERFLOW_BYTES, estimate_traffic
 from boltmesh.strategies.data_parallel.expected_memory import (
     count_state_copies,
     describe_job,
     describe_units,
     expected_held_memory,
+    tensor_shape,
 )
 from boltmesh.strategies.data_parallel.fully_shard import ShardedModel
 from boltmesh.strategies.data_parallel.options import ZeroOptions
@@ -67,15 +62,7 @@ def expected_shard_traffic(
     num_norms: int = 0,
     more: Iterable[ExpectedTraffic] = (),
 ) -> list[ExpectedTraffic]:
-    """Return the traffic of one step on the data axis, one entry per operator.
-
-    Args:
-        model: Shapes of the units.
-        sharing: The ZeRO stage.
-        job: Ranks, dtypes and batches.
-        num_norms: Number of optimizers whose gradients are clipped by their norm.
-        more: Further traffic on the data axis.
-    """
+    """Return the traffic of one step on the data axis, one entry per operator."""
     reasons = {
         "all-gather": _GATHERS[sharing.stage],
         "reduce-scatter": _REDUCTIONS[sharing.stage],
@@ -185,20 +172,11 @@ class ExtraTraffic:
         return (self.num_batches - 1) * self.batch_bytes
 
     def per_microbatch(self, num_microbatches: int) -> float:
-        """Return the bytes of a step divided by its number of microbatches.
-
-        Args:
-            num_microbatches: Microbatches per batch.
-        """
+        """Return the bytes per microbatch, of which a batch has ``num_microbatches``."""
         return self.step_bytes / (self.num_batches * num_microbatches)
 
     def sentence(self, num_microbatches: int, *, rank: str) -> str:
-        """Format the extra traffic for the user.
-
-        Args:
-            num_microbatches: Microbatches per batch.
-            rank: Name of the rank, such as ``rank 0``.
-        """
+        """Format the extra traffic for the user; ``rank`` is a name such as ``rank 0``."""
         what = f"{self.gradient_bytes:,} bytes of gradients"
         if self.parameter_bytes:
             what += f" and {self.parameter_bytes:,} of parameters"
@@ -255,15 +233,7 @@ def describe_late_units(
     def take(name: str, unit: Module) -> None:
         own = [each for each in unit.parameters() if each in left]
         left.difference_update(own)
-        tensors = tuple(
-            TensorShape(
-                names[each],
-                tuple(each.shape),
-                is_trained=each.requires_grad,
-                element_bytes=each.element_size(),
-            )
-            for each in own
-        )
+        tensors = tuple(tensor_shape(names[each], each) for each in own)
         if tensors:
             shapes.append(UnitShape(name, tensors, is_autocast=False, stays_gathered=not name))
 
@@ -338,23 +308,18 @@ class ZeroEstimate:
         """``shape`` with the weights gathered in tiles and those that ranks own."""
         names = {each: name for name, each in self._model.module.named_parameters()}
         owned = [
-            TensorShape(
-                names[each],
+            replace(
+                tensor_shape(names[each], each),
                 # Times the number of ranks, as this rank's rows are one rank's share.
-                (local_tensor(each).shape[0] * self._model.mesh.shard_size, *each.shape[1:]),
-                is_trained=each.requires_grad,
-                element_bytes=each.element_size(),
+                shape=(local_tensor(each).shape[0] * self._model.mesh.shard_size, *each.shape[1:]),
             )
             for plain in self._model.owned
             for each in plain.parameters
             if each in names
         ]
         tiled = (
-            TensorShape(
-                each.name,
-                tuple(each.parameter.shape),
-                is_trained=each.parameter.requires_grad,
-                element_bytes=each.parameter.element_size(),
+            replace(
+                tensor_shape(each.name, each.parameter),
                 layers=tuple(
                     "lookup" if isinstance(layer, nn.Embedding) else "product"
                     for layer in each.layers

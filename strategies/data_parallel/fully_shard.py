@@ -6,7 +6,7 @@ gathers parameters outside of the blocks. Training runs through ``root`` of the 
 - ``RootModule`` holds the LightningModule, so that the root's gather spans a ``training_step``.
 - Parameters that autocast reads in fp32 are gathered by the root (``units``).
 - With parameters on a disk the shards of a unit leave memory before the next unit is made
-  (``stage_unit_shards``).
+  (``open_staging``).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,33 +136,6 @@ def waits_on_host(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def stage_unit_shards(
-    staging: Staging | None,
-    module: Module,
-    unit: Module,
-    tiled: Sequence[TiledWeight],
-    context: AxisContext,
-) -> None:
-    """Move the new shards of a unit to ``staging``.
-
-    Args:
-        staging: Storage; None leaves the shards where they are.
-        module: The user's module, whose parameter names are used in messages.
-        unit: A module of ``fully_shard``.
-        tiled: Weights below it that no unit gathers.
-        context: Context of the data axis.
-    """
-    if staging is None:
-        return
-    assert isinstance(unit, FSDPModule)
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    alone = [
-        held_alone(weight.name, weight.parameter, weight.kept_dtype(context.compute_dtype))
-        for weight in tiled
-    ]
-    staging.add([*held_unit(unit, names), *alone])
-
-
 @dataclass
 class ShardedModel:
     """A LightningModule whose parameters are shards."""
@@ -262,11 +235,6 @@ class ShardedModel:
             if torch.is_grad_enabled() or not each.stays_in_evaluation:
                 each.use_dtensors()
 
-    def give_back_memory(self) -> None:
-        """Return memory that no reduction uses now to the system."""
-        if self.on_host is not None:
-            self.on_host.give_back()
-
 
 def shard_model(
     module: LightningModule, options: ZeroOptions, context: AxisContext
@@ -276,7 +244,7 @@ def shard_model(
     Collective over the data axis: every rank gets its shard of the first rank's parameters.
     """
     refuse_parameters(module)
-    mesh = build_mesh(options, context)
+    mesh = ShardMesh.build(context, options.shard_size)
     units = find_units(module, options.blocks)
     sharding = _Sharding(module, options, context, mesh)
     for name, block in reversed(units.items()):  # from the inside out
@@ -364,7 +332,7 @@ class _Sharding:
             self._fully_shard(
                 block, block, not_here, is_freed=self._is_freed, is_cast=name in self.cast
             )
-        stage_unit_shards(self._staging, self._module, block, in_tiles, self._context)
+        self._stage(block, in_tiles)
 
     def cut_root(self) -> tuple[RootModule, ScalarParams]:
         """Make the root a unit, with all parameters outside of blocks."""
@@ -378,7 +346,7 @@ class _Sharding:
             self._fully_shard(root, module, set(), is_freed=is_freed, is_cast=False)
             scalars = ScalarParams(module, self._mesh.mesh, self._context.group)
         self.successors.take_places(module)
-        stage_unit_shards(self._staging, module, root, in_tiles, self._context)
+        self._stage(root, in_tiles)
         return root, scalars
 
     @property
@@ -396,6 +364,18 @@ class _Sharding:
         in_tiles = apply_tiling(owner, self._options.tile_linear_bytes, self._mesh.mesh, name=name)
         self.tiled += in_tiles
         return in_tiles
+
+    def _stage(self, unit: Module, tiled: Sequence[TiledWeight]) -> None:
+        """Move the new shards of a unit, and of weights below it that no unit gathers, away."""
+        if self._staging is None:
+            return
+        assert isinstance(unit, FSDPModule)
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        compute_dtype = self._context.compute_dtype
+        alone = [
+            held_alone(each.name, each.parameter, each.kept_dtype(compute_dtype)) for each in tiled
+        ]
+        self._staging.add([*held_unit(unit, names), *alone])
 
     def _fully_shard(
         self,
@@ -438,17 +418,6 @@ def _owned_params(
     return [rows, *fetched], rows.follow
 
 
-def build_mesh(options: ZeroOptions, context: AxisContext) -> ShardMesh:
-    """Divide the data axis into groups that shard. Collective over it."""
-    return ShardMesh.build(
-        context.group,
-        context.device,
-        shard_size=options.shard_size,
-        ranks_per_node=context.ranks_per_node,
-        cut_group=context.cut_group,
-    )
-
-
 def as_units(modules: Iterable[tuple[str, Module]]) -> dict[str, FSDPModule]:
     """Return modules as units; ``fully_shard`` has changed their class."""
     write_through_data()
@@ -468,14 +437,7 @@ def _gathers_of(
     *,
     is_freed: bool,
 ) -> dict[Module, UnitGather]:
-    """Return all gathers, by the module in whose forward each happens.
-
-    Args:
-        units: By name; the root, whose name is empty, stays gathered.
-        tiled: Weights that no unit gathers.
-        compute_dtype: Dtype of autocast.
-        is_freed: Whether units are freed after their forward.
-    """
+    """Return all gathers, by the module in whose forward each happens; the root stays gathered."""
     gathers: dict[Module, UnitGather] = {}
     for name, unit in units.items():
         assert isinstance(unit, Module)

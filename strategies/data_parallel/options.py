@@ -94,11 +94,7 @@ class ZeroOptions:
         return {tier: float(self.offload_fraction)}
 
     def sharing(self, name: str | None = None) -> ShardingLayout:
-        """Return these options as a layout of the cost model.
-
-        Args:
-            name: Name of the layout; by default the stage's.
-        """
+        """Return these options as a layout of the cost model, by default with the stage's name."""
         return ShardingLayout(
             name or f"zero{self.stage}",
             self.stage,

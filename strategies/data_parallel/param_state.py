@@ -222,11 +222,6 @@ class OwnedParams(PlainInStep):
 
     A rank computes with its rows for all ranks of ``owned.group``, so the gradient is the sum over
     these ranks. Ranks with the same rows sum theirs.
-
-    Args:
-        owned: The parameters, and the ranks that divide them.
-        device: Device of these ranks.
-        num_batches: Batches of all ranks in a step, over which gradients are averaged.
     """
 
     def __init__(self, owned: OwnedRows, device: torch.device, num_batches: int) -> None:
@@ -475,12 +470,7 @@ class BufferSync:
 
 
 class EarlyZeroGrad:
-    """Frees the old gradients of a model's units during the forward pass after a step.
-
-    Args:
-        root: Module that each batch goes through; a unit itself, under the empty name.
-        units: Units by name.
-    """
+    """Frees the old gradients of a model's units during the forward pass after a step."""
 
     def __init__(self, root: "RootModule", units: Mapping[str, FSDPModule]) -> None:
         self.optimizers: Sequence[Optimizer] = ()

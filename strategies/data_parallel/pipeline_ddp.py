@@ -7,7 +7,7 @@ all gradients in flat buckets of a bounded size.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,13 +36,8 @@ def agree_on_gradients(
 ) -> list[Parameter]:
     """Return the parameters that have a gradient on any rank; missing ones are set to zeros.
 
-    A parameter without a gradient on any rank keeps none: optimizers skip it. Collective.
-
-    Args:
-        trained: Parameters, the same on all ranks.
-        group: The ranks.
-        device: Device for communication.
-        has_loss: Whether the batch gave a loss on this rank.
+    A parameter without a gradient on any rank keeps none: optimizers skip it. Collective;
+    ``trained`` is the same on all ranks.
 
     Raises:
         ConfigError: For sparse gradients.
@@ -136,15 +131,11 @@ def _begin(bucket: Sequence[Tensor], group: ProcessGroup) -> _PendingAllReduce:
 def _finish(reduction: _PendingAllReduce) -> None:
     if reduction.work is not None:
         reduction.work.wait()
-    for member, part in zip(reduction.members, _parts(reduction), strict=True):
-        member.copy_(part)
-
-
-def _parts(reduction: _PendingAllReduce) -> Iterator[Tensor]:
-    at = 0
-    for member in reduction.members:
-        yield reduction.flat[at : at + member.numel()].view(member.shape)
-        at += member.numel()
+    members = reduction.members
+    if members:
+        parts = reduction.flat.split_with_sizes([each.numel() for each in members])
+        for member, part in zip(members, parts, strict=True):
+            member.copy_(part.view(member.shape))
 
 
 BUCKET_BYTES = 25 << 20
@@ -223,12 +214,7 @@ class PipelineDdpAxis(DataAxis):
 
 
 def replica_traffic(trained: Sequence[Tensor], buffer_bytes: int) -> list[ExpectedTraffic]:
-    """Return one rank's traffic on the data axis in an optimizer step of several pipelines.
-
-    Args:
-        trained: Parameters of its stages that get gradients.
-        buffer_bytes: Size of the buffers that it sends.
-    """
+    """Return one rank's traffic on the data axis in an optimizer step of several pipelines."""
     flags = agreement_bytes(len(trained))
     calls = 1 + len(divide_into_buckets(trained, BUCKET_BYTES))
     why = "gradients of the parameters held here, once per optimizer step; 4 bytes for each"
@@ -240,13 +226,7 @@ def replica_traffic(trained: Sequence[Tensor], buffer_bytes: int) -> list[Expect
 
 
 def share_state(parameters: Iterable[Parameter], buffers: BufferSync, group: ProcessGroup) -> None:
-    """Send the first rank's parameters and buffers to all ranks of a group. Collective.
-
-    Args:
-        parameters: Parameters that these ranks hold; overwritten.
-        buffers: Their buffers.
-        group: The ranks.
-    """
+    """Send the first rank's parameters and buffers to all ranks of a group. Collective."""
     values = [each.detach() for each in parameters]
     if group.size() > 1 and values:
         broadcast_coalesced(values, group)

@@ -42,7 +42,6 @@ from boltmesh.strategies.data_parallel.fully_shard import (
     RootModule,
     ShardedModel,
     as_units,
-    build_mesh,
 )
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.param_state import (
@@ -81,7 +80,7 @@ from boltmesh.strategies.torch_compat.modules import set_parameter
 from boltmesh.strategies.torch_compat.tensors import dtensor_like
 from boltmesh.strategies.whole_steps import add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
-from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
+from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +160,7 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
     held = set(module.parameters() if context.held is None else context.held)
     buffers = BufferSync(module, context.group, holds=context.holds_buffer)
     share_state([each for each in module.parameters() if each in held], buffers, context.group)
-    mesh = build_mesh(options, context)
+    mesh = ShardMesh.build(context, options.shard_size)
     absent = frozenset(each for each in module.parameters() if each not in held)
     # Parameters that are not sharded by the next holder.
     taken: set[Parameter] = {*absent, *(each for each in held if has_no_rows(each))}
@@ -262,7 +261,6 @@ class PipelineZeroAxis(ZeroAxis):
         """Gather the parameters of the stages."""
         if self.is_synchronised:
             self.model.buffers.send()
-        assert self.axis_context is not None
         if self.options.stage == 1 and self.axis_context.begins_window():
             self.model.step_units.forget_gradients()  # of a window that was cut short
             self._forget_late()
@@ -285,7 +283,6 @@ class PipelineZeroAxis(ZeroAxis):
         is_last, stage = self.is_synchronised, self.options.stage
         if stage == 1 and not is_last:
             return False
-        assert self.axis_context is not None
         context, model = self.axis_context, self.model
         agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
         model.root_unit.set_reshard_after_backward(is_last or stage == 3)
@@ -301,7 +298,6 @@ class PipelineZeroAxis(ZeroAxis):
 
     def _trained(self) -> list[Parameter]:
         """Return the parameters that get gradients: whole within a batch, else shards."""
-        assert self.axis_context is not None
         held = self.axis_context.held
         parameters = self.model.module.parameters() if held is None else held
         return [each for each in parameters if each.requires_grad]
@@ -343,7 +339,6 @@ class PipelineZeroAxis(ZeroAxis):
     @property
     @override
     def _expectations(self) -> ZeroEstimate:
-        assert self.axis_context is not None
         # Whole parameters have the dtype of their shards, also under autocast.
         context = replace(self.axis_context, compute_dtype=None)
         return ZeroEstimate(self.model, self.options, context)
@@ -352,21 +347,18 @@ class PipelineZeroAxis(ZeroAxis):
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
         if self.options.has_offload:
             return self._expectations.memory(optimizers)
-        assert self.axis_context is not None
         return expected_held_memory(module, optimizers, self.axis_context.held)
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        assert self.axis_context is not None
         expected = self.describe_traffic().expected()
         num_reductions = 1 if self.options.stage == 1 else self.axis_context.num_microbatches
         for each in self.model.owned:
             expected += each.expected_traffic(num_batches=num_reductions)
-        return add_whole_steps(added_up(expected), self.whole_steps, self.name)
+        return add_whole_steps(expected, self.whole_steps, self.name)
 
     def describe_traffic(self) -> PipelineZeroTraffic:
         """Describe the axis's traffic of an optimizer step, and what other stages would add."""
-        assert self.axis_context is not None
         context, model = self.axis_context, self.model
         known = self._expectations
         buffers = sum(each.numel() * each.element_size() for each in model.buffers.held())

@@ -1,6 +1,7 @@
 """Divides the data axis into ranks that share one copy of the model, and ranks that hold copies."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from boltmesh.axes import divisors
 from boltmesh.errors import LayoutError
+from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
@@ -37,15 +39,7 @@ class ShardMesh:
                 recorder.name_group(group, "data")
 
     @classmethod
-    def build(
-        cls,
-        group: ProcessGroup,
-        device: torch.device,
-        *,
-        shard_size: int | str | None,
-        ranks_per_node: int,
-        cut_group: Callable[[Callable[[list[int]], Sequence[Sequence[int]]], str], ProcessGroup],
-    ) -> "ShardMesh":
+    def build(cls, context: AxisContext, shard_size: int | str | None) -> "ShardMesh":
         """Divide the data axis into groups that shard, and groups that replicate across them.
 
         Collective over all ranks. Neighbours share a copy, so that gathers stay inside a node.
@@ -53,29 +47,41 @@ class ShardMesh:
         Raises:
             LayoutError: When ``shard_size`` does not divide the axis, or a node's share of it.
         """
-        ranks = dist.get_process_group_ranks(group)
-        size = choose_shard_size(ranks, shard_size, ranks_per_node)
-        if size == len(ranks):
-            return cls(DeviceMesh.from_group(group, device.type), group, None)
+        group, device_type = context.group, context.device.type
 
-        def rows(ranks: list[int]) -> list[list[int]]:
-            size = choose_shard_size(ranks, shard_size, ranks_per_node)
-            return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        def rows(ranks: Sequence[int]) -> list[list[int]]:
+            return divide_into_shards(ranks, shard_size, context.ranks_per_node)
 
-        def columns(ranks: list[int]) -> list[list[int]]:
+        def columns(ranks: Sequence[int]) -> list[list[int]]:
             return [list(each) for each in zip(*rows(ranks), strict=True)]
 
-        shards, replicas = cut_group(rows, "data_shard"), cut_group(columns, "data_replicate")
+        own_rows = rows(dist.get_process_group_ranks(group))
+        if len(own_rows) == 1:
+            return cls(DeviceMesh.from_group(group, device_type), group, None)
+        shards = context.cut_group(rows, "data_shard")
+        replicas = context.cut_group(columns, "data_replicate")
         mesh = DeviceMesh.from_group(
             [replicas, shards],
-            device.type,
-            mesh=torch.tensor(rows(ranks)),
+            device_type,
+            mesh=torch.tensor(own_rows),
             mesh_dim_names=("replicate", "shard"),
         )
         return cls(mesh, shards, replicas)
 
 
-def choose_shard_size(ranks: list[int], asked: int | str | None, ranks_per_node: int) -> int:
+def divide_into_shards(
+    ranks: Sequence[int], asked: int | str | None, ranks_per_node: int
+) -> list[list[int]]:
+    """Divide the global ranks of the data axis into groups that hold a copy together.
+
+    Raises:
+        LayoutError: See ``choose_shard_size``.
+    """
+    size = choose_shard_size(ranks, asked, ranks_per_node)
+    return [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+
+
+def choose_shard_size(ranks: Sequence[int], asked: int | str | None, ranks_per_node: int) -> int:
     """Return the number of ranks to shard over; ``ranks`` are the data axis's global ranks.
 
     Raises:
@@ -91,9 +97,7 @@ def choose_shard_size(ranks: list[int], asked: int | str | None, ranks_per_node:
                 f"unequal size. Use {' or '.join(map(str, divisors(count)))}."
             )
         return int(asked)
-    nodes: dict[int, int] = {}
-    for rank in ranks:
-        nodes[rank // ranks_per_node] = nodes.get(rank // ranks_per_node, 0) + 1
+    nodes = Counter(rank // ranks_per_node for rank in ranks)
     if len(set(nodes.values())) > 1:
         raise LayoutError(
             f"shard_size='node' needs as many ranks of the data axis on every node, and there are "

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from boltmesh.strategies.optimizer_probe import (
     shard_mismatch,
 )
 from boltmesh.strategies.owner_exchange import is_shard_of
-from boltmesh.strategies.source_line import OF_TORCH, line_outside
+from boltmesh.strategies.source_line import line_outside
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 from boltmesh.strategies.torch_compat.optimizers import lacks_shard_rules
 
@@ -51,14 +52,7 @@ def find_whole_optimizers(
 ) -> list[Optimizer]:
     """Return the optimizers that must step whole parameters, one at a time, instead of shards.
 
-    Collective over the ranks of the model's shards.
-
-    Args:
-        optimizers: The user's.
-        model: The sharded model.
-        options: The options of the axis.
-        group: The ranks of the model's shards.
-        has_parts: Whether the shards are of a tensor rank's part.
+    Collective over the ranks of the model's shards; with ``has_parts`` these are of a tensor part.
 
     Raises:
         UnsupportedError: Naming an optimizer whose step of a parameter needs other parameters,
@@ -183,9 +177,6 @@ def refuse_unsharded(optimizer: Optimizer, sharded: "ShardedModel") -> None:
 def refuse_lost_write(name: str) -> None:
     """Refuse a write to either a parameter's shard or its gathered copy, but not to both.
 
-    Args:
-        name: Name of the parameter within the root.
-
     Raises:
         UnsupportedError: Naming the parameter.
     """
@@ -204,7 +195,7 @@ def refuse_write_to_copy() -> None:
         UnsupportedError: Naming the line of the write.
     """
     raise UnsupportedError(
-        f"A part of a tensor is written to ({line_outside(_MACHINERY)}), such as some of its rows, "
+        f"A part of a tensor is written to ({line_outside()}), such as some of its rows, "
         f"and each rank has a shard of the tensor: the part is a copy, and the write would be "
         f"lost. Write to weights inside of boltmesh.strategies.gathered_parameters(module, "
         f"writes=True), and multiply a gradient by a mask in a hook of its parameter: "
@@ -239,7 +230,6 @@ def refuse_mixed_types(unit_name: str, unit: Module) -> None:
         )
 
 
-_MACHINERY = (*OF_TORCH, str(Path(__file__).parents[1]) + os.sep)
 _SIGNS = ("mixed torch.Tensor and DTensor", "is offloaded and cannot be viewed")
 _ADDED = "The error was:"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -249,12 +239,7 @@ _TILE_FUNCTIONS = {"LinearFunctionBackward", "EmbeddingFunctionBackward"}
 
 
 def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
-    """Name the parameters in an error of computing with a shard; leave any other error alone.
-
-    Args:
-        error: The caught error with its traceback. May have been explained already.
-        sharded: The model.
-    """
+    """Name the parameters in an error of computing with a shard; leave any other error alone."""
     if _ADDED in str(error) or not any(sign in str(error) for sign in _SIGNS):
         return
     weights = {each.name: each.parameter for each in sharded.tiled}
@@ -282,13 +267,7 @@ def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
 
 
 def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -> str:
-    """Return advice on how to have the shards gathered before they are used.
-
-    Args:
-        shards: Their names.
-        blocks: Names of the units.
-        called: The module within a unit that was called without it, "" if none is found.
-    """
+    """Return advice on how to have the shards gathered before they are used."""
     patterns = {name: _NUMBER.sub("*", name) for name in blocks}
     of_shards = {
         pattern
@@ -309,11 +288,7 @@ def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -
 
 
 def explain_transform(error: BaseException) -> None:
-    """Name the alternative in an error of a transform of ``torch.func`` through layers.
-
-    Args:
-        error: The caught error with its traceback. Any other error is left alone.
-    """
+    """Name the alternative in an error of a transform of ``torch.func`` through layers."""
     places = [frame.f_code.co_filename for frame in _frames(error)]
     functorch = [Path(each).stem for each in places if f"{os.sep}_functorch{os.sep}" in each]
     is_transform = bool({*functorch} - {"functional_call"})  # which transforms nothing
@@ -343,12 +318,7 @@ def _find_called(error: BaseException, module: Module, units: Sequence[str]) -> 
 
 def _frames(error: BaseException) -> list[FrameType]:
     """Return the frames of an error's traceback, the outermost first."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    return frames
+    return [frame for frame, _ in walk_tb(error.__traceback__)]
 
 
 def _find_shards(error: BaseException, module: Module) -> list[str]:

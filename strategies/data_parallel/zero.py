@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.strategies import grad_norm
-from boltmesh.strategies.cost_model.model import JobShape, ModelShape
 from boltmesh.strategies.data_parallel.expected_memory import held_tensors
 from boltmesh.strategies.data_parallel.expected_traffic import ZeroEstimate
 from boltmesh.strategies.data_parallel.fully_shard import ShardedModel, open_staging, shard_model
@@ -30,7 +29,7 @@ from boltmesh.strategies.data_parallel.param_state import (
     follow_toggles,
     forget_toggles,
 )
-from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
+from boltmesh.strategies.data_parallel.shard_mesh import divide_into_shards
 from boltmesh.strategies.data_parallel.single_rank import SingleRankAxis
 from boltmesh.strategies.data_parallel.unsupported import (
     explain_direct_use,
@@ -60,44 +59,17 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-def open_engine(
-    model: ShardedModel,
-    options: ZeroOptions,
-    context: AxisContext,
-    shares: Sequence[NormShare],
-) -> OffloadEngine | None:
-    """Build the offload engine of the options; None if nothing leaves the device."""
-    if not options.has_offload:
-        return None
-    engine = OffloadEngine(
-        OffloadPlan(options.shares, options.offload_parameters, options.offload_path),
-        device=context.device,
-        rank=dist.get_rank(),
-        ranks_per_node=context.ranks_per_node,
-        compute_dtypes={
-            each.parameter: each.kept_dtype(context.compute_dtype) for each in model.tiled
-        },
-        recorder=context.recorder,
-        shares=shares,
-        absent=model.absent,
-    )
-    # The root is gathered first: it holds the parameters outside of blocks, such as embeddings.
-    names = ["", *(name for name in model.units if name)]
-    engine.attach(model.module, {name: model.units[name] for name in names})
-    return engine
-
-
 class ZeroAxis(DataAxis):
     """The data axis of ZeRO."""
 
     is_sharded = True
+    axis_context: AxisContext
+    """Ranks, device and recorder of the run; set by ``wrap``."""
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options, self.operand_divider = options, options.operand_divider
         self.sharded: ShardedModel | None = None
         """None before a module is wrapped."""
-        self.axis_context: AxisContext | None = None
-        """Ranks, device and recorder of the run; None before a module is wrapped."""
         self._guard: OrderCheck | None = None
         self._stale: EarlyZeroGrad | None = None
         self._offload: OffloadEngine | None = None
@@ -115,23 +87,16 @@ class ZeroAxis(DataAxis):
     def defers_building(self) -> bool:
         return self.options.stage == 3
 
-    @property
-    def serves_one_rank(self) -> bool:
-        """Whether this axis is needed for a single rank."""
-        options = self.options
-        has_experts = options.expert is not None
-        return options.has_offload or options.tile_linear_bytes is not None or has_experts
-
     @override
     def for_one_rank(self) -> DataAxis:
-        return self if self.serves_one_rank else SingleRankAxis()
+        options = self.options
+        has_parts = options.tile_linear_bytes is not None or options.expert is not None
+        return self if options.has_offload or has_parts else SingleRankAxis()
 
     @override
     def shard_groups(self, ranks: Sequence[int], *, ranks_per_node: int) -> list[list[int]]:
-        size = choose_shard_size(list(ranks), self.options.shard_size, ranks_per_node)
-        if size in {1, len(ranks)}:
-            return []
-        return [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+        shards = divide_into_shards(ranks, self.options.shard_size, ranks_per_node)
+        return [] if len(shards) in {1, len(ranks)} else shards
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
@@ -185,7 +150,6 @@ class ZeroAxis(DataAxis):
         return guard
 
     def _fail(self, error: BaseException) -> None:
-        assert self.axis_context is not None
         self.axis_context.recorder.fail(error)
 
     def _record(self, text: str) -> None:
@@ -205,7 +169,6 @@ class ZeroAxis(DataAxis):
         self.refuse_lost()
         self.model.begin_forward()
         self._follow_shards()
-        assert self.axis_context is not None
         if self.options.stage == 1 and self.axis_context.begins_window():
             self.model.step_units.forget_gradients()  # of a window that was cut short
         if self._stale is not None:
@@ -237,7 +200,6 @@ class ZeroAxis(DataAxis):
 
     @override
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
-        assert self.axis_context is not None
         self._forget_steps()
         module, options = self.model.module, self.options
         parts = next(filter(None, (axis.part_exchange() for axis in self.strategy.axes)), None)
@@ -264,9 +226,8 @@ class ZeroAxis(DataAxis):
                 return  # an evaluation after a run
             staging = open_staging(self.options, self.axis_context)
             self._lost = self._offload.restore(staging) or self._lost
-        shares = [*self.own_shares, *self.axis_context.norm_shares]
-        self._offload = open_engine(self.model, self.options, self.axis_context, shares)
-        if self._offload is not None:
+        if options.has_offload:
+            self._offload = self._open_engine()
             self._offload.adopt(
                 optimizers,
                 {each.optimizer: each.step for each in self.whole_steps},
@@ -277,12 +238,28 @@ class ZeroAxis(DataAxis):
             if self.options.uses_disk:
                 world = dist.group.WORLD  # ranks of other axes write to disks, too
                 assert world is not None
-                announce_disks(
-                    self._offload.disk_report,
-                    group=world,
-                    recorder=self.axis_context.recorder,
-                )
+                recorder = self.axis_context.recorder
+                announce_disks(self._offload.disk_report, group=world, recorder=recorder)
             self.model.reshard()
+
+    def _open_engine(self) -> OffloadEngine:
+        options, context, model = self.options, self.axis_context, self.model
+        engine = OffloadEngine(
+            OffloadPlan(options.shares, options.offload_parameters, options.offload_path),
+            device=context.device,
+            rank=dist.get_rank(),
+            ranks_per_node=context.ranks_per_node,
+            compute_dtypes={
+                each.parameter: each.kept_dtype(context.compute_dtype) for each in model.tiled
+            },
+            recorder=context.recorder,
+            shares=[*self.own_shares, *context.norm_shares],
+            absent=model.absent,
+        )
+        # The root is gathered first: it holds parameters outside of blocks, such as embeddings.
+        names = ["", *(name for name in model.units if name)]
+        engine.attach(model.module, {name: model.units[name] for name in names})
+        return engine
 
     def _forget_steps(self) -> None:
         for hook in self._step_hooks:
@@ -395,7 +372,6 @@ class ZeroAxis(DataAxis):
     @property
     @override
     def own_shares(self) -> Sequence[NormShare]:
-        assert self.axis_context is not None
         # Ranks with different experts may be of several groups with the same shards.
         has_owned = self.axis_context.owned is not None
         return (ShardShare(self.axis_context.group if has_owned else self.model.mesh.shard_group),)
@@ -478,14 +454,14 @@ class ZeroAxis(DataAxis):
         sharded.reshard()
         if self._offload is not None:
             self._offload.close()
-        sharded.give_back_memory()
+        if sharded.on_host is not None:
+            sharded.on_host.give_back()
         forget_toggles(sharded.module)
 
     # Expected traffic and memory.
 
     @property
     def _expectations(self) -> ZeroEstimate:
-        assert self.axis_context is not None
         return ZeroEstimate(self.model, self.options, self.axis_context)
 
     @override
@@ -495,14 +471,6 @@ class ZeroAxis(DataAxis):
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
         return self._expectations.memory(optimizers)
-
-    def describe(self) -> ModelShape:
-        """Return the model's shapes for the cost model."""
-        return self._expectations.shape
-
-    def describe_job(self) -> JobShape:
-        """Return the run's ranks and batches for the cost model."""
-        return self._expectations.job
 
     @override
     def tensors_by_kind(

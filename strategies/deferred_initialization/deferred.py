@@ -282,15 +282,13 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         Its memory is kept until the construction ends: if it were freed, later tensors would be
         allocated in it, and the next scratch tensor would need new memory.
         """
-        shape, home = Geometry.of(tensor), self.recording.home(tensor)
-        needed = tensor.untyped_storage().nbytes()
+        home, needed = self.recording.home(tensor), tensor.untyped_storage().nbytes()
         scratch = self._scratch.get(home)
         if scratch is None or scratch.nbytes < needed:
             self._scratch.pop(home, None)
             scratch = None  # free it before the larger one is allocated
             scratch = self._scratch[home] = torch.empty(needed, dtype=torch.uint8, device=home)
-        empty = torch.empty(0, dtype=shape.dtype, device=home)
-        return empty.set_(scratch.untyped_storage(), shape.offset, shape.size, shape.stride)
+        return Geometry.of(tensor).of_storage(scratch)
 
     def _keep_given(self, written: list[Tensor]) -> None:
         """Copy real tensors that the recording refers to before they are changed."""

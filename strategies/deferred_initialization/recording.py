@@ -63,6 +63,11 @@ class Geometry:
         offset = int(tensor.storage_offset())
         return cls(tuple(tensor.size()), tuple(tensor.stride()), offset, tensor.dtype)
 
+    def of_storage(self, owner: Tensor) -> Tensor:
+        """Return the tensor that covers these elements of the storage of another one."""
+        empty = torch.empty(0, dtype=self.dtype, device=owner.device)
+        return empty.set_(owner.untyped_storage(), self.offset, self.size, self.stride)
+
 
 @dataclass(frozen=True)
 class View:
@@ -73,10 +78,7 @@ class View:
 
     def of(self, content: Content) -> Tensor:
         """Return this view of the storage in ``content``."""
-        owner = content[self.storage]
-        shape = self.geometry
-        empty = torch.empty(0, dtype=shape.dtype, device=owner.device)
-        return empty.set_(owner.untyped_storage(), shape.offset, shape.size, shape.stride)
+        return self.geometry.of_storage(content[self.storage])
 
 
 def covers_storage(tensor: Tensor) -> bool:

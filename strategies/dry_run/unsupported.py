@@ -259,14 +259,6 @@ def refuse_quantized(module: LightningModule, strategy: str, *, divides_layers: 
         )
 
 
-_CALLBACKS: dict[type[Callback], tuple[str, str]] = {
-    ModelPruning: (
-        "masks whole parameters and renames them",
-        "Prune in one process, before or after the run.",
-    ),
-}
-
-
 def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
     """Refuse callbacks that would treat a rank's part of the model as the whole.
 
@@ -278,12 +270,12 @@ def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
         UnsupportedError: Naming the callback and what to do instead.
     """
     for callback in callbacks:
-        for kind, (why, instead) in _CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise UnsupportedError(
-                    f"{type(callback).__name__} {why}: with {strategy} every rank would work on "
-                    f"its part alone. {instead}"
-                )
+        if isinstance(callback, ModelPruning):
+            raise UnsupportedError(
+                f"{type(callback).__name__} masks whole parameters and renames them: with "
+                f"{strategy} every rank would work on its part alone. Prune in one process, before "
+                f"or after the run."
+            )
 
 
 def refuse_lone_work(trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
@@ -45,15 +45,13 @@ from boltmesh.strategies.checkpoint.directory import (
 )
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO, load_file, put_file, write_file
 from boltmesh.strategies.checkpoint.optimizer_state import (
-    is_named,
     joined_state,
     load_states,
     named_state,
 )
 from boltmesh.strategies.checkpoint.safe_load import check_weights_only
-from boltmesh.strategies.checkpoint.shard_reader import Placeholder, divided, held, passed_over
+from boltmesh.strategies.checkpoint.shard_reader import divided, held, passed_over
 from boltmesh.strategies.checkpoint.storage.addresses import path_or_address
-from boltmesh.strategies.engine.memory_checkpoints import MemoryCheckpoints
 from boltmesh.strategies.lightning_compat.trainer import (
     is_for_requeue,
     is_in_fit,
@@ -77,13 +75,10 @@ class Checkpointing:
 
     Args:
         strategy: The strategy.
-        in_memory_every: See ``MemoryCheckpoints``; None: no copies in memory.
     """
 
-    def __init__(self, strategy: "MeshStrategy", *, in_memory_every: int | None = None) -> None:
+    def __init__(self, strategy: "MeshStrategy") -> None:
         self._strategy = strategy
-        if in_memory_every is not None:
-            strategy.memory_checkpoints = MemoryCheckpoints(strategy, in_memory_every)
         self._beside: AsyncSave | None = None
         """Writes beside training; None outside of a fit with ``async_save``."""
         self._saving_group: ProcessGroup | None = None
@@ -108,16 +103,12 @@ class Checkpointing:
         return all(axis.stores(name) for axis in self._strategy.axes)
 
     def division(self, name: str) -> DimDivision | None:
-        """Return how a parameter is divided if this rank has a part as a plain tensor, else None.
-
-        Args:
-            name: Key in the module's state dict; any of them for a parameter with several.
-        """
+        """Return how a parameter is divided, see ``Axis.division``."""
         divisions = (axis.division(name) for axis in self._strategy.axes)
         return next((division for division in divisions if division is not None), None)
 
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:
-        """Whether this rank keeps a parameter's whole optimizer state; None: that of its part."""
+        """Whether this rank keeps whole state, see ``Axis.keeps_whole_state``."""
         flags = (axis.keeps_whole_state(parameter) for axis in self._strategy.axes)
         return next((owns for owns in flags if owns is not None), None)
 
@@ -152,15 +143,10 @@ class Checkpointing:
     def _fingerprints(
         self, names: Collection[str], expected: Mapping[str, str] | None = None
     ) -> dict[str, str]:
-        state = self._own_state()
+        is_shared = self._strategy.stores_shards  # else the module may not be placed yet
+        state = self.model_state() if is_shared else self._module.state_dict()
         chosen = {name: state[name] for name in names if name in state}
-        return fingerprints(chosen, expected, is_shared=self._strategy.stores_shards)
-
-    def _own_state(self) -> dict[str, Any]:
-        """Return this rank's state of the module, also of one that is not placed yet."""
-        if self._strategy.stores_shards:
-            return self.model_state()
-        return self._module.state_dict()
+        return fingerprints(chosen, expected, is_shared=is_shared)
 
     def _opened(self) -> ExitStack:
         """Return a context in which ``state_dict`` gives this rank's parts of the model."""
@@ -324,16 +310,14 @@ class Checkpointing:
         assert self._saving_group is not None
         place = self._place_of_all(filepath, storage_options)
         if strategy.stores_shards:
-            prepare = partial(prepare_save, is_divided=strategy.divides_modules)
-            write = prepare(checkpoint, place, self._saving_group)
+            group, is_divided = self._saving_group, strategy.divides_modules
+            write = prepare_save(checkpoint, place, group, is_divided=is_divided)
         elif strategy.is_global_zero:
             write = partial(_write_file, place, serialised(checkpoint))
         else:
             return
-        if not strategy.is_global_zero:
-            self._beside.start(write)
-            return
-        self._beside.start(write, partial(strategy.recorder.event, "checkpoint", str(filepath)))
+        note = partial(strategy.recorder.event, "checkpoint", str(filepath))
+        self._beside.start(write, *([note] if strategy.is_global_zero else []))
 
     def finish(self) -> None:
         """Wait until the checkpoint that is written beside training is complete.
@@ -449,7 +433,12 @@ class Checkpointing:
         if TRAINABLE_ONLY in checkpoint:
             self._check_base(checkpoint[TRAINABLE_ONLY], state, checks_names=strict)
             strict = False
-        all_or_none(partial(self._load_model_state, state, strict=strict))
+
+        def load() -> None:
+            own = {key: self._own_part(key, each) for key, each in state.items()}
+            self._module.load_state_dict(own, strict=strict)
+
+        all_or_none(load)
         self._strategy.data_axis.parameters_loaded()
 
     def _check_base(
@@ -466,11 +455,6 @@ class Checkpointing:
             refuse_other_base(base, own)
 
         all_or_none(check)
-
-    def _load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        self._module.load_state_dict(
-            {key: self._own_part(key, each) for key, each in state.items()}, strict=strict
-        )
 
     def _own_part(self, name: str, value: Any) -> Any:
         division = self.division(name)
@@ -498,22 +482,8 @@ class Checkpointing:
             strategy.data_axis.state_loaded(optimizer)
 
 
-def is_in_shards(state: Mapping[str, Any]) -> bool:
-    """Whether a model's state comes from a directory of shards."""
-    return any(isinstance(each, Placeholder) for each in state.values())
-
-
-def are_named(states: Sequence[Any]) -> bool:
-    """Whether optimizers' states have names of parameters as keys, as in directories."""
-    return any(map(is_named, states))
-
-
 def _write_file(place: str | Path, data: bytes) -> None:
     if isinstance(place, Path):
-        write_file(place, partial(_fill, data))
+        write_file(place, lambda file: file.write(data))
     else:
         put_file(place, data)
-
-
-def _fill(data: bytes, file: IO[bytes]) -> None:
-    file.write(data)

@@ -61,43 +61,37 @@ class OwnerExchange(Protocol):
         """Take part in an exchange without rows of this rank. Collective."""
 
 
+@dataclass(eq=False)
 class FetchedParams:
     """Parameters that a data axis sends to the ranks that compute with them, in each batch."""
 
-    def __init__(self) -> None:
-        self.called: set[int] = set()
-        """Numbers of modules that were called without rows since their parameters arrived: their
-        gradients are then zeros and not missing."""
-        self.anchors: Sequence[Tensor] = ()
-        """Tensors that this rank's results depend on, whichever parameters they used, so that
-        every rank takes part when gradients are sent back."""
+    called: set[int] = field(default_factory=set, init=False)
+    """Numbers of modules that were called without rows since their parameters arrived: their
+    gradients are then zeros and not missing."""
+    anchors: Sequence[Tensor] = field(default=(), init=False)
+    """Tensors that this rank's results depend on, whichever parameters they used, so that every
+    rank takes part when gradients are sent back."""
 
 
+@dataclass(eq=False)
 class OwnedModules(FetchedParams):
-    """Equal modules, divided in order over a group: each rank computes with equally many.
+    """Equal modules, divided in order over a group: each rank computes with equally many."""
 
-    Args:
-        modules: The modules of all ranks.
-    """
-
-    def __init__(self, modules: Sequence[Module]) -> None:
-        super().__init__()
-        self.modules = modules
+    modules: Sequence[Module]
+    """The modules of all ranks."""
 
 
+@dataclass(eq=False)
 class OwnedColumns(FetchedParams):
     """Matrices with interleaved columns of all experts: column c is of expert c % num_experts.
 
     Each rank of a group computes with the columns of its experts, equally many, in their order.
-
-    Args:
-        places: Modules and the names of their parameters.
-        num_experts: Experts of all ranks.
     """
 
-    def __init__(self, places: Sequence[tuple[Module, str]], num_experts: int) -> None:
-        super().__init__()
-        self.places, self.num_experts = places, num_experts
+    places: Sequence[tuple[Module, str]]
+    """Modules and the names of their parameters."""
+    num_experts: int
+    """Experts of all ranks."""
 
     def part(self, rows: Tensor, rank: int, num_ranks: int) -> Tensor:
         """Return the columns of a rank's experts, interleaved in the same way.
@@ -141,33 +135,33 @@ class AxisContext:
     device: torch.device
     cut_group: Callable[[Callable[[list[int]], Sequence[Sequence[int]]], str], ProcessGroup]
     """See ``DataAxis._cut_group``."""
-    compute_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None
     """Dtype of autocast under ``bf16-mixed`` and ``16-mixed``; None without autocast."""
-    ranks_per_node: int = 1
+    ranks_per_node: int
     """Ranks of this job on one host."""
-    num_microbatches: int = 1
+    num_microbatches: int
     """Batches of a rank per optimizer step, when the run begins."""
-    has_norm_clipping: bool = False
+    has_norm_clipping: bool
     """Whether the Trainer clips gradients by their norm."""
-    reads_gradients: bool = False
+    reads_gradients: bool
     """Whether code of the user may read ``.grad`` before the optimizer steps."""
-    norm_shares: Sequence[NormShare] = ()
+    norm_shares: Sequence[NormShare]
     """Parts of gradient norms on the other axes."""
-    scaler: GradScaler | None = None
+    scaler: GradScaler | None
     """Scales losses and skips steps under ``16-mixed``."""
-    zeroes_gradients: Callable[[], bool] = field(default=lambda: False)
+    zeroes_gradients: Callable[[], bool]
     """Whether the Trainer zeroes gradients after the forward pass that is about to begin, and no
     code reads them before."""
-    begins_window: Callable[[], bool] = field(default=lambda: False)
+    begins_window: Callable[[], bool]
     """Whether the current batch is known to be the first of an accumulation window."""
-    recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
-    recomputed: frozenset[Module] = frozenset()
+    recorder: Recorder | NullRecorder
+    recomputed: frozenset[Module]
     """Blocks whose forward pass runs again in the backward pass."""
-    held: Collection[Parameter] | None = None
+    held: Collection[Parameter] | None
     """The parameters that the ranks of the axis have values of; None: all of the module."""
-    holds_buffer: Callable[[str], bool] | None = None
-    """Whether these ranks have the model's value of a buffer, by its name; None: of all."""
-    owned: OwnedRows | None = None
+    holds_buffer: Callable[[str], bool]
+    """Whether these ranks have the model's value of a buffer, by its name."""
+    owned: OwnedRows | None
     """Parameters that an axis within the data axis has divided."""
 
 
@@ -275,6 +269,7 @@ class DataAxis(Axis, ABC):
     def context(self, trainer: Trainer) -> AxisContext:
         """Return the context of ``wrap`` for a run that is set up."""
         strategy = self.strategy
+        owned = (axis.owned_rows() for axis in strategy.axes)
         return AxisContext(
             group=strategy.gradient_group,
             device=strategy.root_device,
@@ -293,7 +288,7 @@ class DataAxis(Axis, ABC):
             # A model that is whole has no list: it would keep parameters that become shards.
             held=strategy.held_parameters() if strategy.divides_modules else None,
             holds_buffer=strategy.holds_buffer,
-            owned=next((each for each in map(_owned_by, strategy.axes) if each is not None), None),
+            owned=next((each for each in owned if each is not None), None),
         )
 
     def _cut_group(
@@ -431,8 +426,3 @@ def broadcast_composites(module: Module, group: ProcessGroup) -> None:
     if found:
         exclude_from_ddp(module, found)
         broadcast_tensors(list(found.values()), group)
-
-
-def _owned_by(axis: Axis) -> OwnedRows | None:
-    owned: OwnedRows | None = axis.owned_rows()
-    return owned

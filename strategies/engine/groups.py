@@ -59,15 +59,7 @@ MAX_TIMEOUT_S = 1e8
 class RankMeshStrategy(ParallelStrategy):
     """Starts ranks, gives each its coordinates on the axes, and makes their process groups.
 
-    Args:
-        axes: Axes of the mesh, one of them the data axis.
-        timeout_s: How long a collective may take before the run ends with an error, seconds.
-        process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
-        start_method: How ranks of this host are started, see ``MeshStrategy``.
-        accelerator: As in any Lightning strategy, like the arguments below.
-        parallel_devices: The devices of this host's ranks.
-        cluster_environment: Source of ranks and addresses.
-        precision_plugin: Set by ``Trainer(precision=...)``.
+    Its arguments are those of ``MeshStrategy``.
     """
 
     def __init__(
@@ -100,7 +92,8 @@ class RankMeshStrategy(ParallelStrategy):
         """This rank's group of each axis, by name."""
         self._joint_group: ProcessGroup | None = None
         self.recorder: Recorder | NullRecorder = NullRecorder()
-        self._num_nodes = 1
+        self.num_nodes = 1
+        """Number of hosts. Set by the Trainer."""
         self._process_group_backend = process_group_backend
         self._start_method = start_method
 
@@ -168,15 +161,6 @@ class RankMeshStrategy(ParallelStrategy):
     def timeout(self) -> timedelta:
         """How long a collective may take."""
         return timedelta(seconds=self.timeout_s)
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of hosts. Set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:

@@ -8,10 +8,9 @@ after different numbers of passes. So ``generate`` is one call for the axes
 that a strategy runs goes through that strategy; other calls are unchanged.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakMethod
 
@@ -67,25 +66,11 @@ _is_within: set[RunGeneration] = set()
 """Methods within a call of ``generate``, which may call a base class's or a helper's."""
 
 
-def follow_generation(module: LightningModule, run: RunGeneration) -> None:
-    """Route every call of ``generate`` on a part of the module through the method ``run``."""
-    _runners[module] = WeakMethod(run)
-    for part in module.modules():
-        for kind in type(part).__mro__:
-            if kind.__name__ == "GenerationMixin" and kind not in _replaced:
-                _replace(kind)
-
-
-def forget_generation(module: LightningModule) -> None:
-    """Undo ``follow_generation``."""
-    _runners.pop(module, None)
-
-
 def _replace(kind: Any) -> None:
     _replaced.add(kind)
     original = kind.generate
 
-    @functools.wraps(original)
+    @wraps(original)
     def generate(self: Module, *args: Any, **kwargs: Any) -> Any:
         run = _runner_of(self)
         if run is None:
@@ -93,7 +78,7 @@ def _replace(kind: Any) -> None:
         # With a module of FSDP2, Hugging Face would let all ranks run until the last has finished,
         # beyond the end of their caches.
         kwargs["synced_gpus"] = False
-        call = functools.partial(original, self, *args, **kwargs)
+        call = partial(original, self, *args, **kwargs)
         if run in _is_within:
             return call()
         _is_within.add(run)
@@ -182,7 +167,13 @@ class LoopStrategy(RankMeshStrategy):
         around, dtype = self.step_context(step), autocast_dtype(self.precision_plugin)
         if dtype is None or self.root_device.type == "cpu":
             return around
-        return partial(_nested, around, partial(torch.autocast, "cpu", dtype=dtype))
+
+        @contextmanager
+        def on_host() -> Iterator[None]:
+            with around(), torch.autocast("cpu", dtype=dtype):
+                yield
+
+        return on_host
 
     # Data.
 
@@ -362,14 +353,7 @@ class LoopStrategy(RankMeshStrategy):
         return self._run_step("predict_step", super().predict_step, args, kwargs)
 
     def _run_step(self, step: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a step through the axes: each wraps the inner ones, and all wrap Lightning's.
-
-        Args:
-            step: Name of the step.
-            plain: Lightning's implementation.
-            args: Positional arguments of the step.
-            kwargs: Keyword arguments of the step.
-        """
+        """Run a step through the axes: each wraps the inner ones, and all wrap Lightning's."""
         run: StepFunction = partial(self._run_plain, step, plain)
         for axis in reversed(self.axes):
             run = partial(axis.run_step, step, run)
@@ -383,13 +367,18 @@ class LoopStrategy(RankMeshStrategy):
 
     def follow_generation(self) -> None:
         """Route calls of ``generate`` on parts of the module through the axes."""
-        assert self.lightning_module is not None
-        follow_generation(self.lightning_module, self.run_generation)
+        module = self.lightning_module
+        assert module is not None
+        _runners[module] = WeakMethod(self.run_generation)
+        for part in module.modules():
+            for kind in type(part).__mro__:
+                if kind.__name__ == "GenerationMixin" and kind not in _replaced:
+                    _replace(kind)
 
     def forget_generation(self) -> None:
         """Undo ``follow_generation``."""
         if self.lightning_module is not None:
-            forget_generation(self.lightning_module)
+            _runners.pop(self.lightning_module, None)
 
     def run_generation(self, run: Callable[[], Any]) -> Any:
         """Make a call that runs the module outside of steps through the axes. Collective."""
@@ -505,14 +494,6 @@ class LoopStrategy(RankMeshStrategy):
     @override
     def register_strategies(cls, strategy_registry: Mapping[str, Any]) -> None:
         """Do nothing: ``boltmesh.strategies.registry`` registers all names."""
-
-
-@contextmanager
-def _nested(*contexts: Around) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each())
-        yield
 
 
 def _user_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

@@ -28,8 +28,9 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint import host_memory
 from boltmesh.strategies.checkpoint.archive_check import find_damage as find_damage_in_file
-from boltmesh.strategies.checkpoint.async_save import AsyncSave, serialised, take_snapshot
-from boltmesh.strategies.checkpoint.directory import divide, find_damage, join
+from boltmesh.strategies.checkpoint.async_save import AsyncSave, serialised
+from boltmesh.strategies.checkpoint.atomic_replace import remove
+from boltmesh.strategies.checkpoint.directory import copy_part, find_damage
 from boltmesh.strategies.checkpoint.file import write_file
 from boltmesh.strategies.checkpoint.host_part import HostRanks, send_part, write_part
 from boltmesh.strategies.lightning_compat.loops import (
@@ -278,12 +279,8 @@ class MemoryCheckpoints:
         assert ranks is not None
         assert copying is not None
         if strategy.stores_shards:
-            tensors, rest = divide(checkpoint)
             is_divided = strategy.divides_modules
-            if is_divided:
-                join(rest)
-            kept = take_snapshot(tensors, writes_plain=ranks.is_leader or is_divided)
-            data = serialised(rest) if ranks.rank == 0 else b""
+            kept, data = copy_part(checkpoint, is_divided=is_divided, writes_plain=ranks.is_leader)
             place = self._path(ranks.host, step)
             write = partial(write_part, kept, data, place, ranks, is_divided=is_divided)
         else:
@@ -323,7 +320,8 @@ class MemoryCheckpoints:
             name = None if step is None else self._path(0, step).name
             for each in self._folder.glob("part-*/*"):
                 if each.name != name:
-                    _delete(each)
+                    with contextlib.suppress(OSError):
+                        remove(each)
 
     def wait(self) -> None:
         """Wait until no copy is being written.
@@ -397,11 +395,3 @@ def _is_whole(path: Path) -> bool:
         with path.open("rb") as file:
             return find_damage_in_file(file) is None
     return False
-
-
-def _delete(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 from torch.utils.data import DataLoader
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from boltmesh.strategies.lightning_compat.loops import own_generators
 from boltmesh.strategies.random_state import RandomState, capture_random_state, restore_random_state
@@ -45,15 +45,6 @@ class LoaderState:
     def is_new_epoch(self) -> bool:
         """Whether the next pass begins an epoch, at the moment of the checkpoint."""
         return self.epoch_start is None and self.position == 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state as plain containers."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> Self:
-        """The inverse of ``to_dict``."""
-        return cls(**state)
 
 
 class ResumePoint:

@@ -103,9 +103,11 @@ class ResumeManager:
             "random": self.point.current(),
             "monitored": monitored_values(trainer),
             "loaders": [
-                loader_state(
-                    each, prefetched=prefetched, is_epoch_over=is_over, has_ended=has_ended
-                ).to_dict()
+                vars(
+                    loader_state(
+                        each, prefetched=prefetched, is_epoch_over=is_over, has_ended=has_ended
+                    )
+                )
                 for each, has_ended in zip(loaders, ended_loaders(trainer), strict=True)
                 if is_resumable(each)
             ],
@@ -165,7 +167,7 @@ class ResumeManager:
                 stacklevel=2,
             )
         else:
-            self._states = [LoaderState.from_dict(each) for each in mine["loaders"]]
+            self._states = [LoaderState(**each) for each in mine["loaders"]]
         written = next((each for each in entry["ranks"] if each is not None), None)
         if mine is None and written is not None and not entry["is_mid_epoch"]:
             # All ranks shuffle a new epoch in the same order, whatever seed this process has.

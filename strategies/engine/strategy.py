@@ -27,19 +27,17 @@ from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.async_save import refuse_beside
 from boltmesh.strategies.checkpoint.directory import mend_folders, refuse_unshared_folders
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
+from boltmesh.strategies.checkpoint.optimizer_state import is_named
+from boltmesh.strategies.checkpoint.shard_reader import Placeholder
 from boltmesh.strategies.compiled_blocks import CompiledBlocks
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
 from boltmesh.strategies.deferred_initialization.materialize import materialize
 from boltmesh.strategies.dry_run.unsupported import refuse_callbacks, refuse_lone_work, refuse_run
 from boltmesh.strategies.engine.axis import Axis
-from boltmesh.strategies.engine.checkpointing import (
-    AFTER_SAVING,
-    Checkpointing,
-    are_named,
-    is_in_shards,
-)
+from boltmesh.strategies.engine.checkpointing import AFTER_SAVING, Checkpointing
 from boltmesh.strategies.engine.groups import StartMethod, in_order
 from boltmesh.strategies.engine.loops import LoopStrategy
+from boltmesh.strategies.engine.memory_checkpoints import MemoryCheckpoints
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
 from boltmesh.strategies.engine.weight_averaging import average_shards, gather_for_averages
@@ -139,7 +137,9 @@ class MeshStrategy(LoopStrategy):
         self.save_trainable_only = save_trainable_only
         if verify_replicas_every is not None:
             self.replica_check = ReplicaCheck(self, verify_replicas_every)
-        self.checkpoints = Checkpointing(self, in_memory_every=checkpoint_in_memory_every)
+        if checkpoint_in_memory_every is not None:
+            self.memory_checkpoints = MemoryCheckpoints(self, checkpoint_in_memory_every)
+        self.checkpoints = Checkpointing(self)
         self.recipe: str | None = None
         self.settings: Mapping[str, object] = {}
         self.alerts: AlertThresholds | None = None
@@ -447,8 +447,8 @@ class MeshStrategy(LoopStrategy):
     def load_model_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any
     ) -> None:
-        state: dict[str, Any] = checkpoint["state_dict"]
-        if self.stores_shards or is_in_shards(state) or TRAINABLE_ONLY in checkpoint:
+        is_in_shards = any(isinstance(v, Placeholder) for v in checkpoint["state_dict"].values())
+        if self.stores_shards or is_in_shards or TRAINABLE_ONLY in checkpoint:
             self.checkpoints.load_model_state(checkpoint, strict=strict)
         else:
             super().load_model_state_dict(checkpoint, strict, **kwargs)
@@ -456,7 +456,7 @@ class MeshStrategy(LoopStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        if self.stores_shards or are_named(states):
+        if self.stores_shards or any(map(is_named, states)):
             self.checkpoints.load_optimizer_states(states)
         else:
             super().load_optimizer_state_dict(checkpoint)

@@ -77,12 +77,7 @@ def _update_whole(module: LightningModule, average: AveragedModel, model: Module
 
 
 class _Shards(Module):
-    """Plain tensors in a fixed order, parameters before buffers, as ``AveragedModel`` reads them.
-
-    Args:
-        parameters: This rank's part of each parameter.
-        buffers: This rank's part of each buffer.
-    """
+    """Parameters, then buffers, as plain tensors in the order in which they are averaged."""
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         super().__init__()
@@ -328,10 +323,7 @@ def _averaged_state(
 ) -> dict[str, Any]:
     """Return a state of the module with this rank's averages in place of its parts.
 
-    Args:
-        trainer: The Trainer of the run.
-        state: State of the module in a checkpoint, by name.
-        averages: The averages of the parameters that this rank holds, then of buffers, if any.
+    ``averages`` are those of the parameters that this rank holds, then of buffers, if any.
     """
     strategy: Any = trainer.strategy
     module = trainer.lightning_module

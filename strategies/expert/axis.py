@@ -37,7 +37,7 @@ from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import OwnedRows
 from boltmesh.strategies.expert.divided import DividedExperts, OnRows, by_rows
 from boltmesh.strategies.expert.exchange import EqualRows
-from boltmesh.strategies.expert.expected_traffic import ExchangeShape, expected_bytes
+from boltmesh.strategies.expert.expected_traffic import ExchangeShape, exchange_traffic
 from boltmesh.strategies.expert.find import Experts, Findings, find_experts
 from boltmesh.strategies.expert.module_list import DividedList, divide
 from boltmesh.strategies.expert.router_bias import RouterBiases, find_biases
@@ -157,13 +157,10 @@ class ExpertAxis(Axis):
 
     @override
     def build_groups(self) -> None:
-        for kind, groups in (("expert", self._groups()), ("replicas", self._replica_groups())):
-            group = self.strategy.enumerated_group(groups, kind)
-            assert group is not None
-            if kind == "expert":
-                self.strategy.groups[self.name] = group
-            else:
-                self._replicas = group
+        group = self.strategy.enumerated_group(self._groups(), self.name)
+        assert group is not None
+        self.strategy.groups[self.name] = group
+        self._replicas = self.strategy.enumerated_group(self._replica_groups(), "replicas")
         if self.size > 1 and self.strategy.layout.pipeline > 1:
             self.coupled = self.strategy.enumerated_group(
                 self._groups(), "expert control", backend="gloo"
@@ -466,22 +463,16 @@ class ExpertAxis(Axis):
         shapes = [(self._part(divided), divided.module in recomputed) for divided in self._held]
         if not shapes:
             return []
-        batch = expected_bytes(((shape.part(sharing), again) for shape, again in shapes), self.size)
-        num_batches = self.strategy.trainer.accumulate_grad_batches * self._parts_per_batch
-        why = (
-            "rows to the ranks of their experts and back, once for a rank, in both passes; for "
-            "batches like the first, as if all experts were as likely"
-        )
-        payload, calls = num_batches * batch.payload, num_batches * batch.calls
-        expected = [ExpectedTraffic(self.name, "alltoall_base", payload, calls, why, is_mean=True)]
         tensor = [axis for axis in self.strategy.axes if axis.name == "tensor"]
-        if sharing > 1 and any(axis.expected_traffic(module) for axis in tensor):
-            joined = [shape.joined(sharing, is_recomputed=again) for shape, again in shapes]
-            payload = num_batches * sum(traffic.payload for traffic in joined)
-            calls = num_batches * sum(traffic.calls for traffic in joined)
-            why = "results of experts, and gradients of their rows and weights, of all parts"
-            expected.append(ExpectedTraffic("tensor", "_allgather_base", payload, calls, why))
-        return expected
+        return exchange_traffic(
+            shapes,
+            self.size,
+            self.strategy.trainer.accumulate_grad_batches * self._parts_per_batch,
+            sharing=sharing,
+            gathers_parts=sharing > 1 and any(axis.expected_traffic(module) for axis in tensor),
+            why="rows to the ranks of their experts and back, once for a rank, in both passes; for "
+            "batches like the first, as if all experts were as likely",
+        )
 
 
 def _reasons(whole: dict[str, str]) -> "list[str]":

@@ -8,6 +8,7 @@ rank.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ class DividedExperts:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.module, self.experts, self.name = module, experts, experts.name
-        self.exchange = ExpertExchange(experts.name, experts.num_experts, group)
+        self.exchange = ExpertExchange(experts.num_experts, group)
+        self.note: Callable[[str], None] = noop
+        """Called before each exchange with a description of it."""
         self.count: Callable[[str, Tensor, int], None] = noop
         """Called with the module's name, the chosen experts ``(N, K)``, and number of experts."""
         self.equal_rows: EqualRows | None = None
@@ -94,15 +97,6 @@ class DividedExperts:
             owners = [module.get_submodule(each.rpartition(".")[0]) for each in names]
             places = zip(owners, (each.rpartition(".")[2] for each in names), strict=True)
             self.owned = OwnedColumns(list(places), experts.num_experts)
-
-    @property
-    def note(self) -> Callable[[str], None]:
-        """Called before each exchange with a description of it."""
-        return self.exchange.note
-
-    @note.setter
-    def note(self, note: Callable[[str], None]) -> None:
-        self.exchange.note = note
 
     def set_capacity(self, capacity: int) -> None:
         """Limit the rows of each rank's batch for an expert in training."""
@@ -175,8 +169,9 @@ class DividedExperts:
         rows = torch.empty((0, self.shape.width), dtype=self._rows_type, device=device)
         chosen = torch.empty((0, 1), dtype=torch.long, device=device)
         weights = torch.empty((0, 1), dtype=self._weights_type, device=device)
+        self._note_exchange()
         with torch.no_grad(), self._around():
-            self.exchange.run(rows, chosen, weights, self._computing((), {}))
+            self.exchange.run(rows, chosen, weights, partial(self.compute, (), {}))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +192,7 @@ class DividedExperts:
             chosen = given[slots["experts"]].flatten(0, -2)
             weights = self._weights(given, chosen, flat)
         self._weights_type = weights.dtype
-        result = self.run(flat, chosen.long(), weights, self._computing(args, kwargs))
+        result = self.run(flat, chosen.long(), weights, partial(self.compute, args, kwargs))
         return result.reshape(*rows.shape[:-1], self.shape.output_width)
 
     def run(self, rows: Tensor, chosen: Tensor, weights: Tensor, compute: Compute) -> Tensor:
@@ -216,10 +211,14 @@ class DividedExperts:
         if equal is not None:
             rows, chosen, weights = map(equal.part, (rows, chosen, weights))
         self.count(self.name, chosen, self.experts.num_experts)
+        self._note_exchange()
         has_places = self.exchange.capacity is not None and self.module.training
         exchange = self.exchange.run_in_places if has_places else self.exchange.run
         results = exchange(rows, chosen, weights, compute)
         return results if equal is None else equal.whole(results, num_rows)
+
+    def _note_exchange(self) -> None:
+        self.note(f"exchanged the rows of {self.name!r}")
 
     def _sizes(self, given: Mapping[Slot, Any], rows: Tensor) -> Sequence[int]:
         """Return the number of rows of each expert; rows are in the order of experts."""
@@ -243,14 +242,6 @@ class DividedExperts:
     def _is_dense(self, weights: Tensor, chosen: Tensor) -> bool:
         """Whether weights have the shape ``(N, X)``: also of experts that are not chosen."""
         return weights.shape[-1] != chosen.shape[-1]
-
-    def _computing(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        def compute(rows: Tensor, local: Tensor, weights: Tensor) -> Tensor:
-            return self.compute(args, kwargs, rows, local, weights)
-
-        return compute
 
     def compute(
         self,

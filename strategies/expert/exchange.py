@@ -210,20 +210,17 @@ class ExpertExchange:
     """The exchanges of one module's experts.
 
     Args:
-        name: The module, for messages.
         num_experts: Experts of all ranks of the group, divided equally and in order.
         group: The ranks that have all experts together.
     """
 
-    def __init__(self, name: str, num_experts: int, group: ProcessGroup) -> None:
-        self.name, self.num_experts, self.group = name, num_experts, group
+    def __init__(self, num_experts: int, group: ProcessGroup) -> None:
+        self.num_experts, self.group = num_experts, group
         self.num_local = num_experts // group.size()
         self.capacity: int | None = None
         """Most rows that this rank sends to an expert in training; None for no limit."""
         self.drop: Callable[[Tensor], None] = noop
         """Called with the number of dropped choices, shape ``()``, on the device."""
-        self.note: Callable[[str], None] = noop
-        """Called before each exchange with a description of it."""
 
     def run(self, rows: Tensor, experts: Tensor, weights: Tensor, compute: Compute) -> Tensor:
         """Return the sum over the chosen experts' results for each row. Collective over the group.
@@ -237,7 +234,6 @@ class ExpertExchange:
         Returns:
             Shape ``(N, output width)``.
         """
-        self.note(f"exchanged the rows of {self.name!r}")
         size, (num_rows, num_choices) = self.group.size(), experts.shape
         owner = experts // self.num_local
         wanted = torch.zeros(num_rows, size, dtype=torch.bool, device=experts.device)
@@ -281,7 +277,6 @@ class ExpertExchange:
         zeros, and their results are ignored. Collective over the group.
         """
         assert self.capacity is not None
-        self.note(f"exchanged the rows of {self.name!r}")
         places, num_choices = self.capacity * self.num_experts, experts.shape[-1]
         flat = experts.reshape(-1)
         order = flat.argsort(stable=True)

@@ -1,11 +1,12 @@
 """Bytes of row exchanges in an optimizer step, if all experts are equally likely."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments
+from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,12 +126,37 @@ class ExchangeShape:
         )
 
 
-def expected_bytes(shapes: Iterable[tuple[ExchangeShape, bool]], size: int) -> ExchangeBytes:
-    """Return the traffic of a batch in several modules.
+def exchange_traffic(
+    shapes: Sequence[tuple[ExchangeShape, bool]],
+    size: int,
+    num_batches: int,
+    *,
+    sharing: int,
+    gathers_parts: bool,
+    why: str,
+) -> list[ExpectedTraffic]:
+    """Return the traffic of several modules in an optimizer step.
 
     Args:
         shapes: Sizes of each module, and whether its forward pass runs again in the backward pass.
         size: Ranks that have all experts together.
+        num_batches: Batches of a rank, or microbatches.
+        sharing: Ranks that have the same rows, and send a part of them each.
+        gathers_parts: Whether to state how these ranks gather their parts.
+        why: The formula of exchanges in words.
     """
-    each = [shape.expected(size, is_recomputed=again) for shape, again in shapes]
-    return ExchangeBytes(sum(one.calls for one in each), sum(one.payload for one in each))
+
+    def in_step(
+        axis: str, operator: str, batch: list[ExchangeBytes], why: str, *, is_mean: bool = False
+    ) -> ExpectedTraffic:
+        payload = num_batches * sum(each.payload for each in batch)
+        calls = num_batches * sum(each.calls for each in batch)
+        return ExpectedTraffic(axis, operator, payload, calls, why, is_mean=is_mean)
+
+    sent = [shape.part(sharing).expected(size, is_recomputed=again) for shape, again in shapes]
+    found = [in_step("expert", "alltoall_base", sent, why, is_mean=True)]
+    if gathers_parts:
+        joined = [shape.joined(sharing, is_recomputed=again) for shape, again in shapes]
+        why = "results of experts, and gradients of their rows and weights, of all parts"
+        found.append(in_step("tensor", "_allgather_base", joined, why))
+    return found

@@ -122,12 +122,7 @@ class ChoiceWidths(TorchFunctionMode):
 
 
 def find_experts(model: Module, step: Callable[[], object]) -> Findings:
-    """Find the experts of a model in one step.
-
-    Args:
-        model: The model.
-        step: Runs a step of it.
-    """
+    """Find the experts of a model; ``step`` runs a step of it."""
     seen: dict[str, ExpertCall] = {}
     lists = _lists_of(model)
     names = {module: name for name, module in model.named_modules()}
@@ -211,19 +206,19 @@ class _TrainedBefore:
 def _keep_call(
     seen: dict[str, ExpertCall], name: str, module: Module, args: Any, kwargs: Any, output: Any
 ) -> None:
+    if name in seen:
+        return
     values = [*args, *kwargs.values()]
     # Parameters of adapted and parametrized modules are in a child module.
     is_around = isinstance(module, adapter_type()) or is_parametrized(module)
     has_experts = any(_are_choices(each) or _are_sizes(each) for each in values) or any(
         each.ndim == _STACKED for each in module.parameters(recurse=is_around)
     )
-    is_first = name not in seen
-    if isinstance(output, Tensor) and is_first and has_experts:
+    seen[name] = ExpertCall((), {}, None)
+    if isinstance(output, Tensor) and has_experts:
         made = any(map(is_parametrized, module.modules()))
         call = ExpertCall(args, dict(kwargs), output, is_parametrized=made)
         seen[name] = detached(call)
-    elif is_first:
-        seen.setdefault(name, ExpertCall((), {}, None))
 
 
 def _are_choices(value: Any) -> bool:

@@ -17,6 +17,7 @@ for the forward pass.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,12 +52,7 @@ class _Pass:
 class DividedList(DividedExperts):
     """The experts of one list, divided over a group: each rank runs its own.
 
-    Args:
-        module: The module that calls them, whose ``forward`` this replaces.
-        experts: Its experts.
-        call: A call of the module, for widths and dtypes of rows.
-        group: The ranks that have all experts together.
-        around: Context in which a step of the run computes, such as autocast.
+    Arguments are those of ``DividedExperts``, with the module that calls the experts.
     """
 
     def __init__(
@@ -80,7 +76,7 @@ class DividedList(DividedExperts):
     def put_on(self) -> None:
         super().put_on()
         for number, each in enumerate(self._members):
-            vars(each)["forward"] = _ListedExpert(self, number)
+            vars(each)["forward"] = partial(self.answer, number)
 
     @override
     def take_off(self) -> None:
@@ -124,13 +120,13 @@ class DividedList(DividedExperts):
             raise self._differs()
         return _connected(output, results)
 
-    def answer(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def answer(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of an expert in this pass of the module.
 
         Args:
             number: Number of the expert.
-            args: Positional arguments of the user's call; the rows ``(*, E)`` come first.
-            kwargs: Keyword arguments of the user's call.
+            *args: Positional arguments of the user's call; the rows ``(*, E)`` come first.
+            **kwargs: Keyword arguments of the user's call.
 
         Returns:
             Shape ``(*, output width)``.
@@ -174,7 +170,7 @@ class DividedList(DividedExperts):
             # Also if no row needs a gradient here: rows of other ranks may.
             rows = with_unused(rows, [torch.zeros((), device=device, requires_grad=True)])
         weights = torch.ones(chosen.shape, dtype=self._weights_type, device=device)
-        return self.run(rows, chosen, weights, self._computing((), {}))
+        return self.run(rows, chosen, weights, partial(self.compute, (), {}))
 
     @override
     def compute(
@@ -204,16 +200,6 @@ class DividedList(DividedExperts):
         shape = rows.shape[0], self.shape.output_width
         result = rows.new_zeros(shape, dtype=self._output_type or rows.dtype)
         return with_unused(result, self.owned.anchors)
-
-
-class _ListedExpert:
-    """Replacement of an expert's ``forward``."""
-
-    def __init__(self, divided: DividedList, number: int) -> None:
-        self._divided, self._number = divided, number
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._divided.answer(self._number, args, kwargs)
 
 
 def _copy(value: Any) -> Any:

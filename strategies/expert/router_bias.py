@@ -69,12 +69,7 @@ def find_biases(
     """Return the name of each router's buffer that corrects choices, by name of its experts.
 
     It is next to its experts, has an element for each, and a large value of one of them makes every
-    row choose that expert.
-
-    Args:
-        model: The model.
-        experts: Its experts.
-        step: Runs a step of it.
+    row choose that expert. ``step`` runs a step of the model.
     """
     near: dict[str, str] = {}
     for each in experts:

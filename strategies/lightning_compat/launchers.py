@@ -320,14 +320,8 @@ def _replace_handler(signum: int, old: object, new: Callable[[int, Any], None]) 
 
 
 _PARENT = "BOLTMESH_LAUNCHER_PID"
-
-
 _POLL_S = 0.3
-
-
 _GRACE_S = 3.0
-
-
 _UNWIND_S = 30.0
 """Seconds for this process to end by its own error."""
 

@@ -149,13 +149,19 @@ def log_step(trainer: Trainer, logger: Logger) -> None:
 def agree_in_loops(trainer: Trainer, strategy: Strategy, kept: Mapping[str, float] | None) -> None:
     """Make ranks agree where the loops of a fit decide by rank-local values.
 
+    ``ReduceLROnPlateau`` sees the mean over ranks of its monitored metric. One that was logged
+    without ``sync_dist`` differs by rank, and so would the learning rates with which ranks step one
+    model.
+
     Args:
         trainer: The Trainer of a run that fits.
         strategy: Its strategy.
         kept: This rank's last values of metrics in the run that is resumed.
     """
-    average_monitored(trainer, strategy.reduce, kept)
     loop = trainer.fit_loop.epoch_loop
+    monitored = partial(type(loop)._get_monitor_value, loop)
+    averaged = partial(_averaged, monitored, strategy.reduce, kept)
+    setattr(loop, "_get_monitor_value", averaged)  # noqa: B010
     interval = getattr(trainer, "_val_check_time_interval", None)
     if interval is not None and trainer.world_size > 1:
         # By the clock of each rank, some would validate and others train on.
@@ -166,24 +172,6 @@ def agree_in_loops(trainer: Trainer, strategy: Strategy, kept: Mapping[str, floa
 
 def _agreed(own: Callable[[Any], bool], decide: Callable[..., bool], fetcher: Any) -> bool:
     return decide(own(fetcher), all=False)
-
-
-def average_monitored(
-    trainer: Trainer, average: Callable[[Any], Any], kept: Mapping[str, float] | None
-) -> None:
-    """Let ``ReduceLROnPlateau`` see the mean over ranks of its monitored metric.
-
-    A metric that was logged without ``sync_dist`` differs by rank, and so would the learning rates
-    with which ranks step one model.
-
-    Args:
-        trainer: The Trainer of a run that fits.
-        average: Averages a tensor over ranks, in place. Collective.
-        kept: This rank's last values of metrics in the run that is resumed.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    own = partial(type(loop)._get_monitor_value, loop)
-    setattr(loop, "_get_monitor_value", partial(_averaged, own, average, kept))  # noqa: B010
 
 
 def _averaged(
@@ -316,13 +304,7 @@ def requested_loader(trainer: Trainer) -> Any:
     """Return the loader from the user's hook for the loop about to run; usually a new one."""
     if trainer.state.fn == TrainerFn.FITTING:
         return _request_dataloader(trainer.fit_loop._data_source)
-    assert trainer.state.fn is not None
-    loop: Any = {
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }[trainer.state.fn]
-    loaders = _request_dataloader(loop._data_source)
+    loaders = _request_dataloader(_evaluating_loop(trainer)._data_source)
     # Evaluations run one loader after the other.
     return loaders[0] if isinstance(loaders, list | tuple) else loaders
 

@@ -117,16 +117,6 @@ def add_callback(trainer: Trainer, callback: Callback) -> None:
     known.append(callback)
 
 
-def forbid_inference_mode(trainer: Trainer) -> None:
-    """Make the evaluation loops use ``no_grad``.
-
-    Tensors made under ``inference_mode`` stay inference tensors, and gathered parameters
-    are kept and written in place later.
-    """
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        loop.inference_mode = False
-
-
 def prepare_for_parts(
     trainer: Trainer, run: Callable[[Callable[[], Any]], Any], *, is_sharded: bool
 ) -> None:
@@ -140,7 +130,10 @@ def prepare_for_parts(
         is_sharded: Whether parameters are gathered for each step.
     """
     if is_sharded:
-        forbid_inference_mode(trainer)
+        # Gathered parameters are kept and written in place later, and what is made under
+        # ``inference_mode`` stays an inference tensor: evaluation loops use ``no_grad``.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
     if trainer.state.fn == TrainerFn.FITTING:
         for each in callbacks_of(trainer):
             if isinstance(each, ModelSummary):

@@ -50,13 +50,7 @@ NUM_THREADS = 2
 class OffloadSpace:
     """Host memory for inputs, and a file that host memory is copied to.
 
-    Both are reused, also by later steps.
-
-    Args:
-        device: Compute device.
-        folder: Folder of the file; None for host memory alone.
-        rank: Owner of the file, for messages.
-        recorder: Records the copies.
+    Both are reused, also by later steps. The file is in ``folder``, if there is one.
     """
 
     def __init__(
@@ -276,12 +270,7 @@ Packed = Tensor | SavedInput | Part
 class ActivationOffload:
     """Keeps the inputs of blocks off the device between the forward and the backward pass.
 
-    Results are equal to the bit.
-
-    Args:
-        folder: Folder of a file for the inputs; None stores them in host memory.
-        rank: Owner of the file, for messages.
-        recorder: Records the copies.
+    In host memory, or in a file in ``folder``. Results are equal to the bit.
     """
 
     def __init__(

@@ -111,13 +111,6 @@ def build_buckets(
 ) -> list[tuple[Bucket, Optimizer | None, list[ShardedParam]]]:
     """Build one bucket for each unit and each optimizer that updates a parameter of it.
 
-    Args:
-        units: As returned by ``collect_sharded_params``.
-        optimizers: The user's.
-        first_index: Index of the first slot.
-        takes_frozen: Whether parameters that no optimizer updates are offloaded as well.
-        shares: Norm contributions of the data axis and the axes beside it.
-
     Raises:
         ConfigError: When the state of a parameter cannot be stored in fp32.
     """
@@ -158,14 +151,9 @@ def refuse_unknown(
     *,
     absent: Set[Parameter] = frozenset(),
 ) -> None:
-    """Raise for parameters of an optimizer that no unit holds.
+    """Raise for parameters of an optimizer that neither a unit nor another rank (``absent``) holds.
 
     Only the engine steps, so a parameter that it does not hold would never change.
-
-    Args:
-        units: As returned by ``collect_sharded_params``.
-        optimizer: The user's.
-        absent: Parameters that other ranks hold and step.
 
     Raises:
         ConfigError: When there is one.

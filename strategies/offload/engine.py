@@ -115,8 +115,8 @@ class OffloadEngine(StepBarrier):
             for parameter in dict.fromkeys(layer.parameters(recurse=False)):
                 if parameter in alone:
                     self._layers.setdefault(alone[parameter], []).append(layer)
-        for name, unit in units.items():
-            self._modules[name] = unit
+        self._modules = dict(units)
+        for unit in units.values():
             watch_dropped_gathers(unit, _abandon)
 
     def adopt(
@@ -165,8 +165,8 @@ class OffloadEngine(StepBarrier):
         self._take(optimizers)
         for held in self._units.values():
             self.kept.unstage(held)
-        if never_clips:
-            self._arrivals.step_early(self._modules, self._layers)
+        if never_clips and self._arrivals.is_watching:
+            self._arrivals.early.start(self._modules, self._layers)
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
             restore = patch_optimizer(
@@ -279,7 +279,7 @@ class OffloadEngine(StepBarrier):
     def _is_current(self, index: int) -> bool:
         """Whether a shard may be read ahead: no step of its bucket is pending."""
         stepper = self._stepper
-        return stepper is None or not stepper.is_busy(self.kept.bucket_of_index(index))
+        return stepper is None or not stepper.is_busy(self.kept.bucket_of[index])
 
     # Gradients.
 

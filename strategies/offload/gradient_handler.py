@@ -18,8 +18,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from boltmesh.strategies.grad_norm import HasSquaredNorm, joint_norm
@@ -116,13 +115,7 @@ def plan_updates(
 class GradientHandler:
     """Takes gradients as they arrive, and keeps those of the coming step.
 
-    Args:
-        kept: The state that the gradients update.
-        stepper: Runs the steps.
-        device: Device of the gradients.
-        lane: Stream for copies to the host.
-        exposes_gradients: Gradients stay in ``.grad`` until the step.
-        comes_late: All gradients appear at once, and are taken when norm or step need them.
+    Arguments are those of ``OffloadEngine`` and its ``adopt``; ``lane`` copies to the host.
     """
 
     def __init__(
@@ -136,7 +129,8 @@ class GradientHandler:
         comes_late: bool = False,
     ) -> None:
         self.exposes_gradients = exposes_gradients
-        self._is_watching = not (exposes_gradients or comes_late)
+        self.is_watching = not (exposes_gradients or comes_late)
+        """Whether gradients are taken as they appear, within the backward pass."""
         self.forecast = ClipPredictor()
         self.early = BackwardStepper()
         self.clipped: set[Optimizer] = set()
@@ -164,19 +158,12 @@ class GradientHandler:
             host_numel = sum(chunk.numel for chunk in bucket.host_offsets())
             if self._device.type != "cpu" and host_numel and not is_whole:
                 self._host_gradients[bucket] = self._arena.take(host_numel, torch.float32)
-            if self._is_watching:
+            if self.is_watching:
                 for slot in bucket.slots:
                     hook = partial(self._arrive, bucket, slot)
                     self._hooks.append(after_gradient(slot.parameter, hook))
         trained = [each for each, by in self._kept.owner.items() if by is not None]
         self.early.limit(trained)
-
-    def step_early(
-        self, units: Mapping[str, FSDPModule], layers: Mapping[str, Sequence[Module]]
-    ) -> None:
-        """Make final steps within the backward pass; see ``BackwardStepper.start``."""
-        if self._is_watching:
-            self.early.start(units, layers)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -193,18 +193,12 @@ def copy_to_host(value: Tensor, into: Tensor, page_locked: Tensor) -> None:
 
 
 class HostArena:
-    """Returns parts of larger allocations of ``allocate_host``. Parts are never freed singly.
+    """Returns parts of larger allocations of ``allocate_host``. Parts are never freed singly."""
 
-    Args:
-        device: Compute device.
-        num_bytes: Bytes to allocate now.
-    """
-
-    def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_bytes = 0
         self._rest: Tensor | None = None
-        self.reserve(num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
         """Allocate for the next parts, sized by ``bytes_of``. ``take`` allocates more if needed."""

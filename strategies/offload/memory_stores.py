@@ -51,14 +51,9 @@ class _MemoryStore(StateStore):
 
 
 class HostStore(_MemoryStore):
-    """Optimizer state in host memory."""
+    """Optimizer state in host memory, page-locked where the compute device is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create a store without chunks.
-
-        Args:
-            device: Compute device. For CUDA the memory is page-locked.
-        """
         super().__init__()
         self._arena = HostArena(device)
 

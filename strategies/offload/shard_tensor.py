@@ -265,20 +265,11 @@ class StepBarrier(Protocol):
 
 
 class StateSource(ShardSource):
-    """One tensor of the state of one parameter."""
+    """One tensor of the state of one parameter: a range of tensor ``number`` of its chunks."""
 
     def __init__(
         self, engine: StepBarrier, bucket: Bucket, slot: Slot, number: int, name: str
     ) -> None:
-        """Represent a range of state.
-
-        Args:
-            engine: Ends pending steps before the state is read or written.
-            bucket: Contains the parameter.
-            slot: The parameter.
-            number: Index of the tensor within a chunk; the parameter itself is 0.
-            name: For messages.
-        """
         self._engine = engine
         self._bucket = bucket
         self._slot = slot

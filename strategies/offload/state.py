@@ -52,13 +52,9 @@ LOCKED_BYTES = 32 << 20
 
 
 class Staging:
-    """Stores shards before any step needs them. Its memory or file is freed with the last shard.
+    """Stores shards before any step needs them, in host memory or a file in ``folder``.
 
-    Args:
-        folder: Where to create a file, which grows with each shard; None for host memory.
-        device: Compute device.
-        rank: Owner of the file, for messages.
-        recorder: Counts transfers.
+    The file grows with each shard; it and the memory are freed with the last one.
     """
 
     def __init__(
@@ -164,25 +160,10 @@ class _StagedSource(GatheredSource):
         return buffer[: self._numel * self._dtype.itemsize].view(self._dtype)
 
 
-def rule_of(optimizer: Optimizer) -> UpdateRule:
-    """Return the arithmetic of a user's optimizer.
-
-    Raises:
-        ConfigError: When it cannot be run on parts of parameters.
-    """
-    return AdamRule(optimizer) if AdamRule.fits(optimizer) else ElementwiseRule(optimizer)
-
-
 class OffloadedState:
     """Buckets, their stores, and the shards that represent them.
 
-    Args:
-        engine: Ends pending steps before something is read.
-        device: Compute device.
-        rank: For messages about this rank's file.
-        recorder: Counts transfers.
-        plan: Where optimizer state and parameters are stored.
-        shares: Norm contributions of the data axis and the axes beside it.
+    Arguments are those of ``engine``, which ends pending steps before something is read.
     """
 
     def __init__(
@@ -203,13 +184,14 @@ class OffloadedState:
         self.place: dict[Parameter, tuple[Bucket, Slot]] = {}
         self.copies = ParameterCopies()
         self.stores: list[OpenStores] = []
+        self.bucket_of: dict[int, Bucket] = {}
+        """By the index of a slot."""
         self._engine = engine
         self._device = device
         self._rank = rank
         self._recorder = recorder
         self._plan = plan
         self._held: dict[Slot, ShardedParam] = {}
-        self._bucket_of: dict[int, Bucket] = {}
         self._num_chunks = 0
 
     def take(
@@ -229,7 +211,10 @@ class OffloadedState:
         """
         for optimizer in optimizers:
             if optimizer not in self.rules:
-                self.rules[optimizer] = rule_of(optimizer)
+                is_adam = AdamRule.fits(optimizer)
+                self.rules[optimizer] = (
+                    AdamRule(optimizer) if is_adam else ElementwiseRule(optimizer)
+                )
         new = {
             name: [each for each in held if each.parameter not in self.place]
             for name, held in units.items()
@@ -237,7 +222,7 @@ class OffloadedState:
         made = build_buckets(
             new,
             optimizers,
-            first_index=len(self._bucket_of),
+            first_index=len(self.bucket_of),
             takes_frozen=self._plan.parameters is not None,
             shares=self.shares,
         )
@@ -266,10 +251,6 @@ class OffloadedState:
             each.flush()
         self.buckets.extend(buckets)
         return buckets
-
-    def bucket_of_index(self, index: int) -> Bucket:
-        """Return the bucket of the slot with this index."""
-        return self._bucket_of[index]
 
     def buckets_of(self, optimizer: Optimizer) -> list[Bucket]:
         """Return the buckets that one optimizer updates."""
@@ -380,15 +361,10 @@ class OffloadedState:
 
     def _fill(self, bucket: Bucket, owner: Optimizer | None, held: Sequence[ShardedParam]) -> None:
         names = self.rules[owner].state_names if owner is not None else ()
-        existing = (
-            {}
-            if owner is None
-            else {
-                slot: dict(owner.state[slot.parameter])
-                for slot in bucket.slots
-                if owner.state.get(slot.parameter)
-            }
-        )
+        existing: dict[Slot, dict[str, Any]] = {}
+        if owner is not None:
+            states = ((slot, owner.state.get(slot.parameter)) for slot in bucket.slots)
+            existing = {slot: dict(state) for slot, state in states if state}
         values = _LastValue(dict(zip(bucket.slots, held, strict=True)))
         for chunk in bucket.chunks:
             tensors = [torch.zeros(chunk.numel) for _ in range(1 + len(names))]
@@ -410,7 +386,7 @@ class OffloadedState:
             shard = OffloadedShard.of(source, slot.shape, torch.float32, self._device)
             each.replace(shard, shard.shell(slot.padded_numel))
             self._held[slot] = each
-            self._bucket_of[slot.index] = bucket
+            self.bucket_of[slot.index] = bucket
             self.place[slot.parameter] = bucket, slot
         if owner is not None and existing:
             self.absorb_existing(owner, bucket, existing)

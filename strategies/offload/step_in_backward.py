@@ -97,7 +97,7 @@ class BackwardStepper:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._forget_calls()
+        self.end_step()
         self._begun.clear()
         self._waiting.clear()
         self._is_on = False
@@ -155,36 +155,26 @@ class BackwardStepper:
         """Return the bucket's early step, until ``finish``."""
         return self._begun.get(bucket)
 
-    def finish(self, bucket: Bucket, updates: Mapping[Slot, Update]) -> BegunStep:
+    def finish(self, bucket: Bucket, updates: Mapping[Slot, Update]) -> None:
         """Accept the early step as the optimizer's step.
 
         Raises:
             OffloadError: When the optimizer's settings have changed since.
         """
-        begun = self._begun.pop(bucket)
-        if begun.updates != updates:
+        if self._begun.pop(bucket).updates != updates:
             raise OffloadError(
                 f"The optimizer's settings for {bucket.slots[0].name} were changed between the "
                 f"backward pass and the step, when it had been stepped already. {KEEP_ADVICE}"
             )
-        return begun
 
     def end_step(self) -> None:
         """Forget the counted calls. Called after the optimizer's step."""
-        self._forget_calls()
-
-    def _forget_calls(self) -> None:
         self._calls.clear()
         self._in_graph.clear()
         self._complete.clear()
 
     def check(self, bucket: Bucket, doing: str) -> None:
-        """Raise if a bucket was stepped in a step that is not over.
-
-        Args:
-            bucket: Bucket whose former values are needed.
-            doing: Operation that needs them, for the message.
-        """
+        """Raise if a bucket, which ``doing`` needs, was stepped in a step that is not over."""
         if bucket in self._begun:
             raise OffloadError(
                 f"{bucket.slots[0].name} has been stepped within the backward pass, for gradients "

@@ -311,10 +311,6 @@ class Worker:
             is_urgent = self._urgent and (not self._jobs or self._urgent[0].is_ready())
             return (self._urgent if is_urgent else self._jobs).popleft()
 
-    def _following(self) -> list[WorkerTask]:
-        with self._changed:
-            return list(self._jobs)
-
     def _work(self) -> None:
         use_device(self._device)
         torch.set_num_threads(self._num_threads)  # holds for the calling thread
@@ -327,7 +323,9 @@ class Worker:
             if stream is not None and job.submitted is not None:
                 stream.wait_event(job.submitted)
             if self._look_ahead is not None and job.chunk is not None:
-                self._look_ahead([job, *self._following()])
+                with self._changed:
+                    queued = list(self._jobs)
+                self._look_ahead([job, *queued])
             job.run(stream)
         except BaseException as error:  # noqa: BLE001 - raised on the waiting thread
             with self._changed:
@@ -366,13 +364,7 @@ class _Guess:
 
 
 class Stepper:
-    """Steps buckets chunk by chunk on its own thread.
-
-    Args:
-        copies: Receives stepped parameters.
-        num_threads: Threads that torch may use within one operator.
-        device: Device of the worker.
-    """
+    """Steps buckets chunk by chunk on its own thread."""
 
     def __init__(self, copies: ParameterCopies, *, num_threads: int, device: torch.device) -> None:
         self.counts: Counter[str] = Counter()

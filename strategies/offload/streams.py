@@ -13,18 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.offload.host_memory import RangeAllocator
+from boltmesh.strategies.offload.host_memory import RangeAllocator, round_up
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
 
 class CopyMeter:
-    """Records size and time of the copies on one stream once they are found to be done.
-
-    Args:
-        device: Device of the stream. On the CPU nothing is copied or measured.
-        recorder: Receives the measurements.
-    """
+    """Records size and time of the copies on one stream once they are found to be done."""
 
     def __init__(self, device: torch.device, recorder: Recorder | NullRecorder) -> None:
         self._device = device
@@ -61,12 +56,7 @@ class CopyMeter:
 
 
 class CopyStream:
-    """A stream for copies; does nothing on the CPU, where copies run in order.
-
-    Args:
-        device: Device that is copied to and from.
-        recorder: Receives the copies that ``meter`` measures.
-    """
+    """A stream for copies; does nothing on the CPU, where copies run in order."""
 
     def __init__(
         self, device: torch.device, recorder: Recorder | NullRecorder | None = None
@@ -147,7 +137,7 @@ class DeviceRing:
 
 def aligned(num_bytes: int) -> int:
     """Return the bytes that a part of this size occupies in a ring."""
-    return -(-max(1, num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return round_up(max(1, num_bytes), ALIGNMENT_BYTES)
 
 
 class DeviceCopy:

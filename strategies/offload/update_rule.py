@@ -122,11 +122,6 @@ class AdamSettings:
     has_amsgrad: bool
     is_maximizing: bool
 
-    @property
-    def is_reversible(self) -> bool:
-        """Whether a step can be corrected from its result and the gradient alone."""
-        return not self.has_amsgrad and (self.is_decoupled or not self.weight_decay)
-
     @classmethod
     def of(cls, group: Mapping[str, Any], *, is_adamw: bool) -> "AdamSettings":
         """Read a group of a user's optimizer.
@@ -268,7 +263,8 @@ class AdamRule(UpdateRule):
 
     @override
     def is_reversible(self, settings: AdamSettings) -> bool:
-        return settings.is_reversible
+        # A step can then be corrected from its result and the gradient alone.
+        return not settings.has_amsgrad and (settings.is_decoupled or not settings.weight_decay)
 
     @override
     def apply(self, chunk: ChunkStep, coefficient: float) -> None:

@@ -383,7 +383,7 @@ class PipelineAxis(Axis):
         Logs it once and then for batches that loggers record: a call of ``log`` takes as long as
         several chunks of a small model.
         """
-        bubble = self.staged.bubble
+        bubble = self.staged.executor.bubble
         if bubble is None:
             return
         self.strategy.recorder.trend("bubble_ratio", bubble)
@@ -413,7 +413,7 @@ class PipelineAxis(Axis):
                 "generate runs the layers once for each token, and stages hand a batch on once. In "
                 "training, call it in a hook such as on_train_batch_end."
             )
-        return self.staged.runner.run_layerwise_outside_of_steps("generate", run)
+        return self.staged.runner.run_layerwise("generate", run)
 
     @override
     def norm_shares(self) -> Sequence[NormShare]:

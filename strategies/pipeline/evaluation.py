@@ -10,6 +10,7 @@ stages runs layer by layer, see ``layerwise_eval.py``.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -112,7 +113,9 @@ class Evaluation:
     def _run_layerwise(self, whole: MicrobatchRun, around: Around) -> Any:
         """Run a step that cannot be cut into stages, each layer on its rank."""
         with self._of_step(around):
-            return self._model.runner.run_layerwise(whole)
+            method = getattr(self._model.module, whole.step)
+            step = partial(method, whole.batch, *whole.rest, **whole.kwargs)
+            return self._model.runner.run_layerwise(whole.step, step, whole.seeds[0])
 
     @contextmanager
     def _of_step(self, around: Around) -> Iterator[None]:
@@ -131,7 +134,7 @@ class Evaluation:
         if len(parts) == 1:
             return whole, undivided
         run = dataclasses.replace(whole, parts=parts, seeds=self._model.seeds(ordinal, len(parts)))
-        joined = join_run(self._plans, whole, run, sizes)
+        joined = join_run(self._plans, run, sizes)
         if isinstance(joined, str):
             self._undivided.add(tail)
             return whole, undivided

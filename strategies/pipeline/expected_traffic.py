@@ -2,12 +2,12 @@
 
 ``expected_traffic`` counts the traffic of an optimizer step over the boundaries of a rank's
 stages. ``StageRehearsal`` runs the stages of this rank once with a batch on fake tensors, without
-communication; received values have the planned shapes. ``PipelineForecast`` computes order,
-traffic and memory of a batch from a sample; ``PipelineEstimate`` gives them to the engine and to
-telemetry.
+communication; received values have the planned shapes. ``pipeline_traffic`` adds what ranks agree
+on and share in a step; ``PipelineEstimate`` computes order, traffic and memory of a batch from a
+sample, for the engine and telemetry.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ import msgspec
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from boltmesh.schedule_sim import RECEIVES, SENDS, peak_live_bytes
@@ -37,21 +36,18 @@ from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.staged_model import StagedModel
 
-ValuesAt = Callable[[int, int], tuple[ValueSpec, ...]]
-"""Takes a boundary and a microbatch; returns the values sent over it.
-
-Boundary 1 is between stages 0 and 1.
-"""
+Crossing = Sequence[Sequence[tuple[ValueSpec, ...]]]
+"""Values sent over the boundary before a stage, by microbatch and stage of a training batch."""
 
 
 def expected_traffic(
-    program: RankProgram, values_at: ValuesAt, *, accumulated: int = 1
+    program: RankProgram, crossing: Crossing, *, accumulated: int = 1
 ) -> list[ExpectedTraffic]:
     """Return the payload bytes and messages of one optimizer step on one rank, by operator.
 
     Args:
         program: Actions of the rank for a batch.
-        values_at: Returns the values sent over a boundary.
+        crossing: Values sent over boundaries.
         accumulated: Batches in an optimizer step.
     """
     expected: list[ExpectedTraffic] = []
@@ -60,7 +56,7 @@ def expected_traffic(
         for action in program.actions:
             if action.kind not in kinds:
                 continue
-            specs = values_at(action.boundary, action.microbatch)
+            specs = crossing[action.microbatch][action.boundary]
             if action.kind.endswith("B"):
                 specs = tuple(spec for spec in specs if spec.needs_grad)
             num_bytes += sum(spec.num_bytes for spec in specs)
@@ -74,13 +70,7 @@ def expected_traffic(
 def _in_sum(
     axis: str, operator: str, sizes: Mapping[str, tuple[int, int]]
 ) -> list[ExpectedTraffic]:
-    """Return the traffic of one operator; empty without any.
-
-    Args:
-        axis: Axis of the ranks that communicate.
-        operator: Name of the operator.
-        sizes: Bytes and calls in an optimizer step, by purpose.
-    """
+    """Return one operator's traffic from bytes and calls by purpose; empty without any."""
     named = {why: each for why, each in sizes.items() if each[1]}
     if not named:
         return []
@@ -114,13 +104,11 @@ def with_second_version(
     ]
 
 
-def boundary_bytes(
-    crossing: Sequence[Sequence[Sequence[ValueSpec]]], accumulated: int
-) -> tuple[tuple[int, int], ...]:
+def boundary_bytes(crossing: Crossing, accumulated: int) -> tuple[tuple[int, int], ...]:
     """Return the bytes of an optimizer step over each boundary: values forward, gradients back.
 
     Args:
-        crossing: Values sent over the boundary before a stage, by microbatch and stage.
+        crossing: Values sent over boundaries.
         accumulated: Batches in an optimizer step.
     """
     num_stages = len(crossing[0]) if crossing else 0
@@ -185,115 +173,64 @@ class StageRehearsal:
         return value.requires_grad_() if spec.needs_grad else value
 
 
-Crossing = Sequence[Sequence[tuple[ValueSpec, ...]]]
-"""Values sent over the boundary before a stage, by microbatch and stage of a training batch."""
-
-
-class PipelineForecast:
-    """Order, traffic and memory of a model's batches before they run.
+def pipeline_traffic(
+    programs: RankPrograms,
+    num_ranks: int,
+    crossing: Crossing,
+    *,
+    accumulated: int,
+    num_norms: int,
+    shared: tuple[int, int],
+    last_stage_values: tuple[int, int],
+    report_length: int,
+    evened: tuple[int, int],
+    agrees_on_overflow: bool,
+) -> list[ExpectedTraffic]:
+    """Return the expected traffic of one optimizer step on one rank.
 
     Args:
-        programs: The actions of this rank.
-        num_microbatches: Microbatches of the sample batch.
-        group: The ranks of the pipeline.
+        programs: The actions of the rank.
+        num_ranks: Ranks of the pipeline.
+        crossing: Values sent over boundaries.
+        accumulated: Batches in the step.
+        num_norms: Norms over all stages in the step.
+        shared: Bytes and calls per batch, for gradients of parameters that several stages hold.
+        last_stage_values: Bytes and calls per batch, for the loss and logged values.
+        report_length: Length of a rank's report at the end of a batch, in numbers.
+        evened: Bytes and calls per step, for shared parameters' averages over pipelines.
+        agrees_on_overflow: Whether stages exchange gradient overflow before the step.
     """
+    expected = expected_traffic(programs.of(len(crossing)), crossing, accumulated=accumulated)
+    if num_ranks == 1:
+        return expected
 
-    def __init__(self, programs: RankPrograms, num_microbatches: int, group: ProcessGroup) -> None:
-        self._programs = programs
-        self._num_microbatches = num_microbatches
-        self._group = group
-        self.crossing: Crossing | None = None
-        """None before the first training batch."""
+    def in_step(of_batch: tuple[int, int]) -> tuple[int, int]:
+        return of_batch[0] * accumulated, of_batch[1] * accumulated
 
-    def plan(self, schedule: str, accumulated: int) -> PipelinePlan:
-        """Return the plan for the run's records.
-
-        Args:
-            schedule: The user's name of the schedule.
-            accumulated: Batches in an optimizer step.
-        """
-        return PipelinePlan(
-            schedule=schedule,
-            num_stages=self._programs.num_stages,
-            num_microbatches=self._num_microbatches,
-            order=self._programs.order(self._num_microbatches),
-            rank_of_stage=self._programs.rank_of_stage,
-            border_bytes=boundary_bytes(self.crossing or (), accumulated),
+    agreements = {
+        "agreements of the ranks at both ends of a batch, and its loss": in_step(
+            handshake_size(programs.num_stages, num_ranks, report_length)
         )
-
-    def traffic(
-        self,
-        *,
-        accumulated: int,
-        num_norms: int,
-        shared: tuple[int, int],
-        last_stage_values: tuple[int, int],
-        report_length: int,
-        evened: tuple[int, int],
-        agrees_on_overflow: bool,
-    ) -> list[ExpectedTraffic]:
-        """Return the expected traffic of one optimizer step on this rank; empty if unknown.
-
-        Args:
-            accumulated: Batches in the step.
-            num_norms: Norms over all stages in the step.
-            shared: Bytes and calls per batch, for gradients of parameters that several stages
-                hold.
-            last_stage_values: Bytes and calls per batch, for the loss and logged values.
-            report_length: Length of a rank's report at the end of a batch, in numbers.
-            evened: Bytes and calls per step, for shared parameters' averages over pipelines.
-            agrees_on_overflow: Whether stages exchange gradient overflow before the step.
-        """
-        crossing = self.crossing
-        if crossing is None:
-            return []
-
-        def values_at(boundary: int, microbatch: int) -> tuple[ValueSpec, ...]:
-            return crossing[microbatch][boundary]
-
-        expected = expected_traffic(
-            self._programs.of(len(crossing)), values_at, accumulated=accumulated
-        )
-        if self._group.size() == 1:
-            return expected
-
-        def in_step(of_batch: tuple[int, int]) -> tuple[int, int]:
-            return of_batch[0] * accumulated, of_batch[1] * accumulated
-
-        agreements = {
-            "agreements of the ranks at both ends of a batch, and its loss": in_step(
-                handshake_size(self._programs.num_stages, self._group.size(), report_length)
-            )
-        }
-        reduced = {
-            "gradients of parameters that stages share": in_step(shared),
-            "the norm for clipping": (NORM_BYTES * num_norms, num_norms),
-            "whether fp16 has overflown": (
-                OVERFLOW_BYTES * agrees_on_overflow,
-                int(agrees_on_overflow),
-            ),
-        }
-        broadcast = {
-            "loss and logged values of the last stage": in_step(last_stage_values),
-            "averaged gradients of parameters that stages share": evened,
-        }
-        return [
-            *expected,
-            *_in_sum("pipeline", "allreduce", reduced),
-            *_in_sum("pipeline", "broadcast", broadcast),
-            *_in_sum(CONTROL, "send", agreements),
-            *_in_sum(CONTROL, "recv", agreements),
-        ]
-
-    def activations(self, kept_bytes: Sequence[int], place: MemoryPlace) -> MemoryKind:
-        """Return the peak memory of activations that this rank keeps for backward passes.
-
-        Args:
-            kept_bytes: Bytes that each stage keeps of a microbatch.
-            place: Memory of the device of this rank.
-        """
-        order = self._programs.order(self._num_microbatches)[self._group.rank()]
-        return MemoryKind("activations", place, None, peak_live_bytes(order, kept_bytes))
+    }
+    reduced = {
+        "gradients of parameters that stages share": in_step(shared),
+        "the norm for clipping": (NORM_BYTES * num_norms, num_norms),
+        "whether fp16 has overflown": (
+            OVERFLOW_BYTES * agrees_on_overflow,
+            int(agrees_on_overflow),
+        ),
+    }
+    broadcast = {
+        "loss and logged values of the last stage": in_step(last_stage_values),
+        "averaged gradients of parameters that stages share": evened,
+    }
+    return [
+        *expected,
+        *_in_sum("pipeline", "allreduce", reduced),
+        *_in_sum("pipeline", "broadcast", broadcast),
+        *_in_sum(CONTROL, "send", agreements),
+        *_in_sum(CONTROL, "recv", agreements),
+    ]
 
 
 class PipelineEstimate:
@@ -310,8 +247,25 @@ class PipelineEstimate:
     ) -> None:
         self._model = model
         self._placement = placement
-        group = model.context.group
-        self.forecast = PipelineForecast(model.programs, num_microbatches, group)
+        self._num_microbatches = num_microbatches
+        self._crossing: Crossing | None = None
+        """None before the first training batch."""
+
+    def plan(self, accumulated: int) -> PipelinePlan:
+        """Return the plan for the run's records.
+
+        Args:
+            accumulated: Batches in an optimizer step.
+        """
+        programs = self._model.programs
+        return PipelinePlan(
+            schedule=programs.schedule,
+            num_stages=programs.num_stages,
+            num_microbatches=self._num_microbatches,
+            order=programs.order(self._num_microbatches),
+            rank_of_stage=programs.rank_of_stage,
+            border_bytes=boundary_bytes(self._crossing or (), accumulated),
+        )
 
     def look_at(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
         """Compute the traffic of one training batch unless it is known.
@@ -321,9 +275,9 @@ class PipelineEstimate:
             rest: The arguments of ``training_step`` that follow the batch.
             around: The precision context.
         """
-        if self.forecast.crossing is None:
+        if self._crossing is None:
             _, runs = self._runs(batch, rest, around)
-            self.forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
+            self._crossing = [[each.plan.values_in for each in stages] for stages in runs]
 
     def rehearsed(self, batch: Any, rest: tuple[Any, ...], around: Around) -> StageRehearsal:
         """Return a run of this rank's stages without the other ranks.
@@ -360,8 +314,13 @@ class PipelineEstimate:
             accumulated: Batches in the step.
             num_norms: Norms over all stages in the step.
         """
+        if self._crossing is None:
+            return []
         model, shared, context = self._model, self._model.holdings.shared, self._model.context
-        return self.forecast.traffic(
+        return pipeline_traffic(
+            model.programs,
+            context.group.size(),
+            self._crossing,
             accumulated=accumulated,
             num_norms=num_norms,
             shared=shared.size_per_batch(),
@@ -373,8 +332,9 @@ class PipelineEstimate:
 
     def activations(self) -> list[MemoryKind]:
         """Return the peak memory of activations on this rank; empty if unknown."""
-        kept = self._placement.division.kept_bytes
+        kept, model = self._placement.division.kept_bytes, self._model
         if kept is None:
             return []
-        place: MemoryPlace = "host" if self._model.context.device.type == "cpu" else "device"
-        return [self.forecast.activations(kept, place)]
+        place: MemoryPlace = "host" if model.context.device.type == "cpu" else "device"
+        order = model.programs.order(self._num_microbatches)[model.context.group.rank()]
+        return [MemoryKind("activations", place, None, peak_live_bytes(order, kept))]

@@ -20,12 +20,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import PipelineError
 from boltmesh.strategies.dry_run.unsupported import refuse_derivative
+from boltmesh.strategies.object_collectives import broadcast_object
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
 from boltmesh.strategies.pipeline.stage.units import (
@@ -224,25 +226,16 @@ class LayerwiseEvaluation:
         forms = changed(before, forms_of(caches, unit))
         tensors = [each.contiguous() for each in tensors_in(result)]
         blank = tree_map_only(Tensor, _TensorForm, result)
-        self._send(holder, pickle.dumps((digest, blank, forms)))
+        broadcast_object((digest, blank, forms), self._global_rank(holder), self._group)
         for each in tensors:
             self._broadcast(each, holder)
         return result
 
-    def _send(self, holder: int, payload: bytes) -> None:
-        self._broadcast(torch.tensor([len(payload)], device=self._device), holder)
-        self._broadcast(
-            torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device), holder
-        )
-
     def _receive(
         self, name: str, holder: int, digest: tuple[Any, ...], caches: Sequence[Any]
     ) -> Any:
-        size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._broadcast(size, holder)
-        payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        self._broadcast(payload, holder)
-        awaited, blank, forms = pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301  from our own rank
+        sent: tuple[Any, ...] = ()
+        awaited, blank, forms = broadcast_object(sent, self._global_rank(holder), self._group)
         if awaited != digest:
             raise PipelineError(
                 f"The ranks of the pipeline came to call '{name}' with different values, so what "
@@ -258,6 +251,9 @@ class LayerwiseEvaluation:
         made = torch.empty(blank.shape, dtype=blank.dtype, device=self._device)
         self._broadcast(made, holder)
         return made
+
+    def _global_rank(self, holder: int) -> int:
+        return dist.get_global_rank(self._group, holder)
 
     def _broadcast(self, tensor: Tensor, holder: int) -> None:
         broadcast(tensor, holder, self._group)

@@ -252,20 +252,18 @@ def tail_of(
     return plans.tail(*args, kwargs=run.kwargs, seed=seed, recomputed=recomputed)
 
 
-def join_run(
-    plans: StagePlans, whole: MicrobatchRun, run: MicrobatchRun, sizes: Sequence[int]
-) -> JoinedRun | str:
+def join_run(plans: StagePlans, run: MicrobatchRun, sizes: Sequence[int]) -> JoinedRun | str:
     """Return how outputs of microbatches are joined, or the reason why they cannot be.
 
     Args:
         plans: Stages of the model.
-        whole: The step on the whole batch, as one part.
-        run: The same batch in microbatches.
+        run: The step on a batch in microbatches.
         sizes: Rows of each microbatch.
 
     Raises:
         ConfigError: The step cannot be cut behind its last unit.
     """
+    whole = replace(run, parts=[run.batch], seeds=run.seeds[:1], sizes=())
     recomputed: frozenset[int] = frozenset()
     scalars: tuple[str, ...] = ()
     while True:
@@ -359,8 +357,3 @@ class _JoinedOutputs(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> Any:
         tail, ctx.tail = ctx.tail, None
         return None, None, *tail.take_grads(ctx.number)
-
-
-def whole_run(run: MicrobatchRun) -> MicrobatchRun:
-    """Return the same step on its batch in one part."""
-    return replace(run, parts=[run.batch], seeds=run.seeds[:1], sizes=())

@@ -10,7 +10,7 @@ of the batch these are joined, and ``MetricBroadcast`` makes every rank execute 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -48,12 +48,12 @@ class MetricValue:
 
 @dataclass
 class _RecordedCall:
-    """One call over the microbatches."""
+    """One call for a microbatch."""
 
     name: str
     method: str
     build: Build
-    leaves: list[list[Any]] = field(default_factory=list)
+    leaves: list[Any]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class MetricCalls:
             leaves, build = take_apart(detached)
             number = len(kept)
             made = self._answer(call, kept)
-            kept.append(_RecordedCall(call.name, call.method, build, [leaves]))
+            kept.append(_RecordedCall(call.name, call.method, build, leaves))
             for leaf, each in enumerate(tensors_in(made)):
                 self._given[id(each)] = each, MetricValue(number, leaf)
             for leaf, each in enumerate(leaves):
@@ -143,7 +143,7 @@ class MetricCalls:
         metric = copy_of(call.metric)
         for each in before:
             if each.name == call.name:
-                args, kwargs = each.build(each.leaves[0])
+                args, kwargs = each.build(each.leaves)
                 getattr(metric, each.method)(*args, **kwargs)
         return metric.compute()
 
@@ -166,12 +166,12 @@ class MetricCalls:
             shapes = None if self._of_batch is None else self._of_batch[number].shapes
             leaves: list[Any] = []
             numbers: dict[int, str] = {}
-            for leaf, value in enumerate(first.leaves[0]):
+            for leaf, value in enumerate(first.leaves):
                 if is_number(value):
                     numbers[leaf] = number_key(number, leaf)
                     leaves.append(value)
                     continue
-                values = [each.leaves[0][leaf] for each in calls]
+                values = [each.leaves[leaf] for each in calls]
                 shape = None if shapes is None or leaf >= len(shapes) else shapes[leaf]
                 leaves.append(_join_leaf(first.name, values, shape))
             joined.append(JoinedCall(first.name, first.method, leaves, numbers, first.build))
@@ -188,13 +188,7 @@ def _is_whole(value: Tensor | float) -> bool:
 
 
 def _join_leaf(name: str, values: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
-    """Return an argument for the whole batch.
-
-    Args:
-        name: Name of the metric.
-        values: The argument by microbatch.
-        shape: Shape of the tensor for the whole batch; None: unknown.
-    """
+    """Return an argument for the whole batch, of this shape if it is known."""
     first = values[0]
     if len(values) == 1:
         return first

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,16 +98,12 @@ Finish = Callable[[int, Any], tuple[Tensor, ...]]
 """Takes a microbatch's number and the step's result; returns the losses to differentiate, each of
 shape ``()``."""
 
+TakeOutputs = Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""Takes a microbatch's number and its outputs of the last unit; returns tensors to differentiate
+instead."""
 
 See = Callable[[int, int, tuple[Tensor, ...], Around], None]
 """Takes a stage, a microbatch, its inputs there, and the context of its run."""
-
-
-class TakesOutputs(Protocol):
-    """Continues the step for the whole batch if stages end behind the last unit."""
-
-    def take(self, number: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Take one microbatch's outputs, of any shapes; return tensors to differentiate instead."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class MicrobatchStage:
         finish: Finish | None = None,
         *,
         is_last: bool,
-        batch_tail: TakesOutputs | None = None,
+        batch_tail: TakeOutputs | None = None,
         see: See | None = None,
     ) -> None:
         """Prepare the stage.
@@ -197,7 +193,7 @@ class MicrobatchStage:
                 )
             if self._batch_tail is None:
                 return self._finished(microbatch, result)
-        return self._batch_tail.take(microbatch, result)
+        return self._batch_tail(microbatch, result)
 
     def _finished(self, microbatch: int, result: Any) -> tuple[Tensor, ...]:
         if self._finish is not None:

@@ -170,7 +170,7 @@ class RowCheck:
         part = pick(run.batch, self._rows, numbers)
         planned = self._stage(stage, part)
         plan = planned.plan
-        names = {plan.events[event].name for event in _unit_events(plan, stage)}
+        names = {plan.trace.events[event].name for event in _unit_events(plan, stage)}
         outputs: list[tuple[str, Any]] = []
 
         def keep(name: str, module: Any, args: Any, output: Any) -> None:
@@ -188,14 +188,15 @@ class RowCheck:
 
 def _unit_events(plan: StagePlan, stage: int) -> list[int]:
     """Return the calls of units that a stage runs, without one that ends it: hooks miss it."""
-    calls = zip(plan.unit_events, plan.stage_of_call, strict=True)
+    calls = zip(plan.trace.unit_events(), plan.stage_of_call, strict=True)
     ends = {event for event, planned in plan.handling.items() if planned.ends}
     return [event for event, at in calls if at == stage and event not in ends]
 
 
 def _shapes(plan: StagePlan, stage: int) -> list[tuple[int, ...]]:
     """Return the shapes of the outputs of a stage and of its units; ``()`` for no tensor."""
-    leaves = [each for event in _unit_events(plan, stage) for each in plan.outputs[event].leaves]
+    outputs = [plan.trace.outputs[event] for event in _unit_events(plan, stage)]
+    leaves = [leaf for output in outputs for leaf in output.leaves]
     made = [each.shape if isinstance(each, TensorSpec) else () for each in leaves]
     return made + [each.shape for each in plan.values_out]
 

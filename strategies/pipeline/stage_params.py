@@ -130,8 +130,6 @@ class TiedWeights:
         group: ProcessGroup,
         new_group: Callable[[tuple[int, ...]], ProcessGroup | None],
     ) -> None:
-        self.names = frozenset(parameters.named())
-        """Parameters that this rank shares."""
         self._parameters = parameters
         self._members: list[tuple[ProcessGroup, list[str]]] = []
         for members in sorted(set(ranks.values())):
@@ -163,7 +161,7 @@ class TiedWeights:
         ]
         return sum(flags) + sum(gradients), len(flags) + len(gradients)
 
-    def sum_gradients(self, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+    def sum_gradients(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sum gradients over the ranks that hold the same parameter; return the sums.
 
         Collective over those ranks. A rank without a gradient adds zeros.
@@ -367,7 +365,7 @@ class NonStageState:
         self,
         inner: During,
         plans: Sequence[StagePlan],
-        keeps: Callable[[int], bool] = lambda _: True,
+        keeps: Callable[[int], bool],
     ) -> During:
         """Return the context of a stage's microbatches.
 

@@ -25,7 +25,7 @@ from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.loss.trial import Trial
-from boltmesh.strategies.pipeline.merge import JoinedRun, join_run, whole_run
+from boltmesh.strategies.pipeline.merge import JoinedRun, join_run
 from boltmesh.strategies.pipeline.metrics import MetricBroadcast
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, batch_norms, fewest_rows
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun, See
@@ -211,7 +211,7 @@ class StagedModel:
             recorder.name_group(self.executor.control_group, CONTROL)
         if self.executor.gradient_group is not None:
             recorder.name_group(self.executor.gradient_group, "pipeline")
-        recorder.schedule(self.expectations.forecast.plan(self.programs.schedule, accumulated))
+        recorder.schedule(self.expectations.plan(accumulated))
 
     def follow_scaler(self) -> None:
         """Make all stages skip a step if the gradients of one overflow.
@@ -324,13 +324,7 @@ class StagedModel:
     def choose_schedule(
         self, run: MicrobatchRun, around: Around, trial: Callable[[], Trial]
     ) -> None:
-        """Change to ``gpipe`` if the loss needs the whole batch. Collective over the pipeline.
-
-        Args:
-            run: The batch in microbatches.
-            around: The precision context.
-            trial: Makes the end of the step, for the proof.
-        """
+        """Change to ``gpipe`` if the loss needs the whole batch. Collective over the pipeline."""
         with long_phase(
             "looks for the schedule that the loss needs", is_shown=dist.get_rank() == 0
         ):
@@ -386,7 +380,7 @@ class StagedModel:
         assert self.placement is not None
         try:
             with around():
-                return join_run(self.placement.plans, whole_run(run), run, run.sizes)
+                return join_run(self.placement.plans, run, run.sizes)
         except ConfigError as error:  # the same on all ranks: one batch, one plan
             return str(error)
         except Exception as error:  # noqa: BLE001 - raised on all ranks
@@ -406,12 +400,7 @@ class StagedModel:
         return RowCheck(self.placement.plans, run, self.cutter.rows(run.batch)).see
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
-        """Return the seed of each microbatch.
-
-        Args:
-            ordinal: Number of the batch.
-            count: Number of microbatches.
-        """
+        """Return the seed of each microbatch of the batch with this number."""
         start = self.context.seed + SEED_STRIDE * (ordinal + 1)
         return [(start + number) % 2**63 for number in range(count)]
 
@@ -428,11 +417,6 @@ class StagedModel:
                 self.holdings.shared.broadcast_gradients()
 
         self.others.run_collective(average)
-
-    @property
-    def bubble(self) -> float | None:
-        """Return the idle share of a training batch, see ``PipelineRuntime.bubble``."""
-        return self.executor.bubble
 
     # Callbacks of the runtime.
 

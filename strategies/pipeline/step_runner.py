@@ -110,19 +110,16 @@ class StepRunner:
             with around():
                 runs = self._stage_runs(run)
                 if self.delayed is not None:
-                    refuse_writes(runs[0][0].plan.events, "with schedule='pipedream_2bw'")
+                    refuse_writes(runs[0][0].plan.trace.events, "with schedule='pipedream_2bw'")
                 count = len(run.parts) if joined is None else 1
-                metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs], count)
+                called = [each[0].plan.trace.metrics for each in runs]
+                metrics = self._metric_calls(run, called, count)
         except Exception as error:  # noqa: BLE001 - sent to all ranks and raised again
             self.refuse(error)
         logs = StepLogs(self._module, metrics)
         self.effects.begin()
         to_end = partial(self._to_end, logs)
-        if joined is None:
-            stages = self._stages(run, runs, around, to_end, finish, see)
-        else:
-            tail = BatchTail(joined, around, to_end, finish)
-            stages = self._joined_stages(run, runs, around, joined, tail, see)
+        stages = self._stages(run, runs, around, to_end, finish, joined, see)
         report = partial(found, logs) if self._end in self._whole.stages else self._report_stop
         with self._placement.plans.writes.of_batch():
             if self.delayed is None:
@@ -139,60 +136,44 @@ class StepRunner:
         run: MicrobatchRun,
         runs: Sequence[tuple[StageRun, ...]],
         around: Around,
-        during: During,
+        to_end: During,
         finish: Finish,
+        joined: JoinedRun | None,
         see: See | None,
     ) -> list[MicrobatchStage]:
-        """Return this rank's stages, the last one up to the end of the step."""
-        return [
-            MicrobatchStage(
-                [each[index] for each in runs],
-                run,
-                around,
-                self.non_stage_state.during(
-                    during if index == self._end else self._quiet,
-                    [each[index].plan for each in runs],
-                ),
-                finish if index == self._end else None,
-                is_last=index == self._end,
-                see=see,
-            )
-            for index in self._whole.stages
-        ]
+        """Return this rank's stages.
 
-    def _joined_stages(
-        self,
-        run: MicrobatchRun,
-        runs: Sequence[tuple[StageRun, ...]],
-        around: Around,
-        joined: JoinedRun,
-        tail: BatchTail,
-        see: See | None,
-    ) -> list[MicrobatchStage]:
-        """Return this rank's stages, the last one up to its last unit.
-
-        Changes by the step itself are kept once: on the last stage's rank those of the end of the
-        step, on others those of the first microbatch.
+        The last one runs to the end of the step, or with ``joined`` to its last unit. Changes by
+        the step itself are then kept once: on the last stage's rank those of the end of the step,
+        on others those of the first microbatch.
         """
         holds_end = self._end in self._whole.stages
 
         def keeps(microbatch: int) -> bool:
-            return microbatch == 0 and not holds_end
+            return joined is None or (microbatch == 0 and not holds_end)
 
-        return [
-            MicrobatchStage(
-                joined.last if index == self._end else [each[index] for each in runs],
-                run,
-                around,
-                self.non_stage_state.during(
-                    self._quiet, [each[index].plan for each in runs], keeps
-                ),
-                is_last=index == self._end,
-                batch_tail=tail if index == self._end else None,
-                see=see,
+        take = None if joined is None else BatchTail(joined, around, to_end, finish).take
+        stages = []
+        for index in self._whole.stages:
+            is_last = index == self._end
+            reaches_end = is_last and joined is None
+            own = [each[index] for each in runs]
+            during = self.non_stage_state.during(
+                to_end if reaches_end else self._quiet, [each.plan for each in own], keeps
             )
-            for index in self._whole.stages
-        ]
+            stages.append(
+                MicrobatchStage(
+                    joined.last if joined is not None and is_last else own,
+                    run,
+                    around,
+                    during,
+                    finish if reaches_end else None,
+                    is_last=is_last,
+                    batch_tail=take if is_last else None,
+                    see=see,
+                )
+            )
+        return stages
 
     def _stage_runs(self, run: MicrobatchRun) -> list[tuple[StageRun, ...]]:
         """Return the stages of each microbatch."""
@@ -201,15 +182,15 @@ class StepRunner:
         )
 
     def _metric_calls(
-        self, run: MicrobatchRun, called: Sequence[tuple[MetricTrace, ...]], count: int
+        self, run: MicrobatchRun, called: Sequence[Sequence[MetricTrace]], count: int
     ) -> MetricCalls:
         """Return an object that keeps the step's calls of metrics."""
-        of_batch: tuple[MetricTrace, ...] = ()
+        of_batch: Sequence[MetricTrace] = ()
         if any(called):
             plans = self._placement.plans.stages(
                 run.step, run.batch, *run.rest, kwargs=run.kwargs, seed=run.seeds[0]
             )
-            of_batch = plans[0].plan.metrics
+            of_batch = plans[0].plan.trace.metrics
         return MetricCalls(self._metrics, of_batch, count)
 
     @contextmanager
@@ -277,28 +258,21 @@ class StepRunner:
         self._signals.receive(outcome.reports[:, :NUM_SIGNALS])
         return outcome
 
-    def run_layerwise(self, run: MicrobatchRun) -> Any:
-        """Run a step on the whole batch, each unit on its rank, and return its result."""
-        step = partial(getattr(self._module, run.step), run.batch, *run.rest, **run.kwargs)
-        return self._run_layerwise(run.step, step, run.seeds[0])
-
-    def run_layerwise_outside_of_steps(self, name: str, function: Callable[[], Any]) -> Any:
+    def run_layerwise(self, name: str, function: Callable[[], Any], seed: int | None = None) -> Any:
         """Run a function of the model, each unit on its rank, and return its result.
 
         Args:
             name: Name of the function, for errors.
-            function: The same on all ranks, with generators in the same state.
+            function: The same on all ranks.
+            seed: Seed of random numbers. None: the run's in units; between them generators go on,
+                which are in the same state on all ranks.
         """
-        return self._run_layerwise(name, function, self._context.seed, seeds=False)
-
-    def _run_layerwise(
-        self, name: str, function: Callable[[], Any], seed: int, *, seeds: bool = True
-    ) -> Any:
         made = layerwise_evaluation(
             self._module, self._placement, self._context.group, self._context.device
         )
         with patched(self, runs_layerwise=True), self._executor.guarded(name):
-            return made.run(function, seed, seeds=seeds)
+            own_seed = self._context.seed if seed is None else seed
+            return made.run(function, own_seed, seeds=seed is not None)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise this rank's error on all ranks, in the place of a step."""

@@ -47,7 +47,8 @@ class GradHandoff:
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self._parameters = list(parameters)  # the step may unfreeze some
-        self._made: list[Tensor | None] = []
+        self.made: dict[int, Tensor] = {}
+        """The gradients, in the shapes of their parameters, by identity of the parameter."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -61,25 +62,9 @@ class GradHandoff:
         try:
             yield
         finally:
-            self._made = [each.grad for each in self._parameters]
+            self.made = {id(each): each.grad for each in self._parameters if each.grad is not None}
             for each, gradient in zip(self._parameters, before, strict=True):
                 each.grad = gradient
-
-    def made(self) -> dict[int, Tensor | None]:
-        """Return the gradients, in the shapes of their parameters, by identity of the parameter."""
-        pairs = zip(self._parameters, self._made, strict=True)
-        return {id(parameter): gradient for parameter, gradient in pairs}
-
-    def set(self, gradients: Mapping[int, Tensor]) -> None:
-        """Set gradients, in the shapes of their parameters, by identity of the parameter."""
-        self._made = [gradients.get(id(each)) for each in self._parameters]
-
-    def replace(self, gradients: Mapping[int, Tensor]) -> None:
-        """Replace some gradients, in the shapes of their parameters, by identity of these."""
-        self._made = [
-            gradients.get(id(parameter), gradient)
-            for parameter, gradient in zip(self._parameters, self._made, strict=True)
-        ]
 
     def attach_to_loss(
         self, loss: Tensor, total: Tensor | float = 1.0, *, then: Callable[[], None] = noop
@@ -100,12 +85,8 @@ class GradHandoff:
 
     def add(self, factor: Tensor) -> None:
         """Add the gradients, times a factor of shape ``()``, to ``.grad``. Called once."""
-        made, self._made = self._made, []
-        pairs = [
-            (parameter, gradient)
-            for parameter, gradient in zip(self._parameters, made, strict=True)
-            if gradient is not None
-        ]
+        made, self.made = self.made, {}
+        pairs = [(each, made[id(each)]) for each in self._parameters if id(each) in made]
         # Comparing the factor synchronizes unless it is on the host.
         if pairs and not (factor.device.type == "cpu" and factor == 1):
             torch._foreach_mul_([gradient for _, gradient in pairs], factor)
@@ -212,7 +193,9 @@ def training_step(
     run = MicrobatchRun("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
 
     def trial() -> TailTrial:
-        return _trial(model, args, kwargs, around, seeds[0])
+        assert model.placement is not None
+        rows = model.cutter.rows(run.batch)
+        return TailTrial(model.placement.plans, run, rows, around, model.context.device)
 
     if len(parts) > 1 and model.has_open_schedule:
         model.choose_schedule(run, around, trial)
@@ -244,9 +227,9 @@ def training_step(
     if len(sizes) > 1:
         model.check_coupled(total, _WEIGHTS)
     if delayed is None:
-        handoff.replace(model.holdings.shared.sum_gradients(handoff.made()))
+        handoff.made |= model.holdings.shared.sum_gradients(handoff.made)
     else:
-        handoff.set(delayed.take())
+        handoff.made = delayed.take()
         total = 1.0
     signed = handoff.attach_to_loss(loss, total, then=lambda: model.average(has_loss=True))
     if not model.sharing.is_mapping:
@@ -255,12 +238,7 @@ def training_step(
 
 
 def _reader(checks: StepLossCheck, joined: JoinedRun | str | None) -> Read:
-    """Return the reader of a microbatch's loss.
-
-    Args:
-        checks: Loss checks of the step.
-        joined: Why microbatches cannot be joined; None if the schedule does not join them.
-    """
+    """Return the reader of a loss; its errors say why microbatches cannot be joined, if so."""
     if not isinstance(joined, str):
         return checks.read
     reason = joined
@@ -274,39 +252,10 @@ def _reader(checks: StepLossCheck, joined: JoinedRun | str | None) -> Read:
     return read
 
 
-def _trial(
-    model: "StagedModel",
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    around: Around,
-    seed: int,
-) -> TailTrial:
-    assert model.placement is not None
-    return TailTrial(
-        model.module,
-        model.placement.plans,
-        args,
-        kwargs,
-        around=around,
-        seed=seed,
-        rows=model.cutter.rows(args[0]),
-        device=model.context.device,
-    )
-
-
 def _take_report(
     model: "StagedModel", logs: StepLogs, rows: Tensor, numbers: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Tensor | float]:
-    """Return the loss and the divisor of gradients, and repeat the logs of the last stage.
-
-    Collective over the pipeline.
-
-    Args:
-        model: The model of the pipeline.
-        logs: Logs of the step.
-        rows: Rows of all ranks at its end, shape ``(R, length)``, fp64.
-        numbers: Arguments of metrics by key, each of shape ``()``; on the last stage's rank.
-    """
+    """Return loss and divisor of gradients, and repeat the last stage's logs. Collective."""
     loss, total, logged = model.sharing.take(rows)
     logged = model.runner.effects.apply(logged, stops=model.sharing.stops)
     given: Given = ()
@@ -324,14 +273,7 @@ def _take_report(
 
 
 class _LastStage:
-    """Weights the losses of the last stage, and combines them and other results of the batch.
-
-    Args:
-        model: The model of the pipeline.
-        checks: Loss checks of the step.
-        weights: Weights of the losses.
-        sizes: Rows of each microbatch.
-    """
+    """Weights the losses of the last stage, and combines them and other results of the batch."""
 
     def __init__(
         self,

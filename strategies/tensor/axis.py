@@ -42,10 +42,8 @@ from boltmesh.strategies.tensor.options import (
     LAYERS,
     WHOLE,
     TensorOptions,
-    refuse_late_proof,
     refuse_parameters,
 )
-from boltmesh.strategies.tensor.partial_hooks import PartialActivationHooks
 from boltmesh.strategies.tensor.placement import TensorContext, TensorPlacement, place
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan, plan_table
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
@@ -78,8 +76,6 @@ class TensorAxis(LayerAxis):
         self.options = options
         self.wanted_size = size
         self.placement: TensorPlacement | None = None
-        """None before a model is placed."""
-        self._hooks: PartialActivationHooks | None = None
         """None before a model is placed."""
         self._sample: tuple[Any, tuple[Any, ...]] = None, ()
         """A batch of the present run, and the further arguments of the step."""
@@ -114,7 +110,8 @@ class TensorAxis(LayerAxis):
     def place(self, trainer: Trainer) -> None:
         strategy, module = self.strategy, self.module
         super().place(trainer)
-        self.begin(self._context())
+        self.context = context = self._context()
+        self.group = TensorGroup(context.group, context.device)
         if self.size == 1:
             return
         step = strategy.step_name
@@ -123,12 +120,11 @@ class TensorAxis(LayerAxis):
             batch = broadcast_from_rank0(sample_batch(trainer).batch, self.world_cpu_group)
             self._sample = batch, step_arguments(module, step)
         if is_new:
-            refuse_late_proof(module, is_divided=self._runs(module))
             refuse_parameters(module, is_divided=self._runs(module))
             for axis in strategy.axes:
                 axis.refuse_placed(module)
             with long_phase("verifies the tensor plan", is_shown=strategy.is_global_zero):
-                notes = self.divide(module, step, *self._sample)
+                notes = self._divide(module, step)
             if strategy.is_global_zero:
                 for note in notes:
                     warnings.warn(f"Tensor plan: {note}.", stacklevel=2)
@@ -156,39 +152,17 @@ class TensorAxis(LayerAxis):
                 return StepPrecision(around, torch.get_autocast_dtype(device), is_mixed=True)
         return StepPrecision(around, parameter_dtype(plugin), is_mixed=False)
 
-    def begin(self, context: TensorContext) -> None:
-        """Set the context of a run. Called for every run, before ``divide``."""
-        self.context = context
-        self.group = TensorGroup(context.group, context.device)
-
     def _is_placed(self, module: LightningModule, step: str) -> bool:
         """Whether a model runs by a plan that was verified with enough for this step."""
-        placed = self.placement
-        if placed is None or placed.module is not module:
-            return False
-        return step != "training_step" or placed.step == step
+        return self._runs(module) and (step != "training_step" or self._placed.step == step)
 
     def _runs(self, module: LightningModule) -> bool:
         """Whether a model runs by a plan."""
         return self.placement is not None and self.placement.module is module
 
-    def divide(
-        self, module: LightningModule, step: str, batch: Any, rest: tuple[Any, ...]
-    ) -> tuple[str, ...]:
-        """Divide the model. Collective over all ranks of the job.
-
-        Args:
-            module: The whole model, deferred or not, on the CPU.
-            step: Name of the first step method of the run.
-            batch: A batch for it, on the CPU; equal on all ranks.
-            rest: Its further arguments.
-
-        Returns:
-            Messages about changes that verification made in the plan, with reasons.
-
-        Raises:
-            ConfigError: If the step cannot run, or an option is not possible.
-        """
+    def _divide(self, module: LightningModule, step: str) -> tuple[str, ...]:
+        """Divide the model; return messages about changes in the plan. Collective over the job."""
+        batch, rest = self._sample
         self._join()
         placed, notes = place(
             module,
@@ -199,9 +173,8 @@ class TensorAxis(LayerAxis):
             group=self.group,
         )
         self.placement = placed
-        self._hooks = PartialActivationHooks(placed.applied)
         self.guard = StateGuard(module, tuple(placed.divisions), holds=PARTS)
-        self._register_parts()
+        register_shards(self._joinings())
         if not placed.divisions and self.group.size > 1:
             return (*notes, "nothing of the model is divided: all ranks do all of it")
         return notes
@@ -231,9 +204,6 @@ class TensorAxis(LayerAxis):
             for parameter, entry in placed.applied.sharded.items():
                 parameter.data = placed.applied.join(entry.name, parameter)
                 parameter.grad = None
-
-    def _register_parts(self) -> None:
-        register_shards(self._joinings())
 
     def _joinings(self) -> dict[Parameter, "_Joining"]:
         """Return objects that join and cut the divided parameters."""
@@ -275,12 +245,7 @@ class TensorAxis(LayerAxis):
         return self._is_new and is_alike and self._placed.counted is not None
 
     def _count(self, runs: FakeRuns, device: torch.device) -> None:
-        """Count the traffic of a training batch. Called for every fit.
-
-        Args:
-            runs: Steps that this rank runs of it.
-            device: Device of the batch's tensors.
-        """
+        """Count the traffic of a training batch, on this rank."""
         module = self._placed.module
         if any(isinstance(each, DTensor) for each in module.parameters()):
             # They are shards since an earlier run, whole only while gathered; and its batches may
@@ -302,7 +267,7 @@ class TensorAxis(LayerAxis):
             return
         forget_parts(self.placement.parts)
         self.placement = replace(self.placement, parts=tuple(self.placement.applied.sharded))
-        self._register_parts()
+        register_shards(self._joinings())
         if len(self.strategy.layout.groups(self.name)) > self.strategy.layout.pipeline:
             self._couple_blocks()
 
@@ -389,12 +354,7 @@ class TensorAxis(LayerAxis):
         return whole
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
-        """Return the whole tensor of which each rank has a part. Collective over the axis.
-
-        Args:
-            name: Any name of a divided parameter.
-            part: That parameter, or a tensor of its shape.
-        """
+        """Return the whole of a divided parameter, or of a tensor of its shape. Collective."""
         applied = self._placed.applied
         first = next(each.name for each in applied.plan.sharded.values() if name in each.names)
         return applied.join(first, part)
@@ -428,8 +388,8 @@ class TensorAxis(LayerAxis):
     @override
     def check_batch(self, batch: Any) -> None:
         super().check_batch(batch)
-        if self._hooks is not None:
-            self._hooks.warn()
+        if self.placement is not None:
+            self.placement.hooks.warn()
 
     # Ending.
 
@@ -443,7 +403,7 @@ class TensorAxis(LayerAxis):
 
 @dataclass(frozen=True)
 class _Joining:
-    """Implements ``ShardOfParameter`` for one divided parameter.
+    """Implements ``JoinedPart`` for one divided parameter.
 
     It lives as long as the parameter, and must not reference the model.
     """

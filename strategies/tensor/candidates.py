@@ -144,7 +144,6 @@ class Roles:
 
     def style(self, parameter: str, dim: int, atom: SymbolicDim) -> Style | None:
         """Style of a parameter divided along an axis; None if it is used in several ways."""
-        is_row = atom in self.contracted.get(parameter, set())
         is_table, is_factor = parameter in self.tables, parameter in self.products
         if is_table and dim == 0:
             return "vocabulary"
@@ -154,7 +153,7 @@ class Roles:
             return "column" if parameter in self.addends else "along"
         if len(self.facts[parameter].shape) > 2 and not self._is_convolution(parameter):
             return "expert"
-        return "row" if is_row else "column"
+        return "row" if self.is_row(parameter, atom) else "column"
 
     def is_row(self, parameter: str, atom: SymbolicDim) -> bool:
         """Whether an axis of a parameter is summed over."""
@@ -307,13 +306,11 @@ def vocabularies(
     """
     divisible, refused = [], {}
     roles = Roles(analysis)
-    lengths = {
-        atom.size
-        for atom, where in places(analysis).items()
-        if with_heads and _is_head(analysis, atom, where, roles)
-    }
-    for atom, where in places(analysis).items():
-        is_head = _is_head(analysis, atom, where, roles)
+    found = places(analysis)
+    heads = {atom for atom, where in found.items() if _is_head(analysis, atom, where, roles)}
+    lengths = {atom.size for atom in heads if with_heads}
+    for atom, where in found.items():
+        is_head = atom in heads
         if not is_head and not _is_table(atom, where, roles):
             continue
         refusal = ""

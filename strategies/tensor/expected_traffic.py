@@ -5,7 +5,7 @@ plan and the step together: autocast, recomputation, frozen layers without gradi
 step runs once on fake tensors, with a process group that only counts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,8 @@ def count_step(
     swapped: dict[str, Tensor] = {}
     for name, each in module.named_parameters():
         with mode:
-            swapped[name] = _moved(make_fake(each, mode), each, device)
+            fake = make_fake(each, mode).detach().to(device)
+            swapped[name] = Parameter(fake, requires_grad=each.requires_grad)
     for name, buffer in module.named_buffers():
         swapped[name] = buffer.detach().to(device).clone()
     total: dict[str, OperatorTraffic] = {}
@@ -72,10 +73,6 @@ def count_step(
     except Exception:  # noqa: BLE001 - the step needs values; the expectation is only displayed
         return None
     return total
-
-
-def _moved(fake: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
-    return Parameter(fake.detach().to(device), requires_grad=parameter.requires_grad)
 
 
 def expected_traffic(
@@ -126,32 +123,43 @@ class CountingGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.counted: dict[str, tuple[int, int]] = {}
+        self.counted: dict[str, OperatorTraffic] = {}
 
-    def _count(self, operator: str, payload: Tensor) -> "_FinishedWork":
+    def _count(
+        self, operator: str, payload: Tensor, run: Callable[[dist.ProcessGroup], Any]
+    ) -> Any:
+        """Count a collective, which ``run`` starts on a group, and return its work."""
         num_bytes, calls = self.counted.get(operator, (0, 0))
-        self.counted[operator] = num_bytes + payload.nbytes, calls + 1
+        self.counted[operator] = OperatorTraffic(num_bytes + payload.nbytes, calls + 1)
         return _FinishedWork()
 
     @override
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
-        return self._count("allreduce", tensors[0])
+        return self._count("allreduce", tensors[0], lambda group: group.allreduce(tensors, options))
 
     @override
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
-        return self._count("broadcast", tensors[0])
+        return self._count("broadcast", tensors[0], lambda group: group.broadcast(tensors, options))
 
     @override
     def _allgather_base(self, output: Tensor, part: Tensor, options: Any = None) -> Any:
-        return self._count("_allgather_base", output)
+        return self._count(
+            "_allgather_base", output, lambda group: all_gather_single(output, part, group=group)
+        )
 
     @override
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
-        return self._count("_reduce_scatter_base", whole)
+        return self._count(
+            "_reduce_scatter_base",
+            whole,
+            lambda group: reduce_scatter_single(output, whole, group=group),
+        )
 
     @override
     def alltoall_base(self, output: Tensor, sent: Tensor, *sizes: Any) -> Any:
-        return self._count("alltoall_base", sent)
+        return self._count(
+            "alltoall_base", sent, lambda group: group.alltoall_base(output, sent, *sizes)
+        )
 
     # The names of torch.distributed from torch 2.13 on.
     all_gather_single = _allgather_base  # type: ignore[assignment]
@@ -167,33 +175,11 @@ class CountedGroup(CountingGroup):
         self._group = group
 
     @override
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
-        super().allreduce(tensors, options)
-        return self._group.allreduce(tensors, options)
-
-    @override
-    def broadcast(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
-        super().broadcast(tensors, options)
-        return self._group.broadcast(tensors, options)
-
-    @override
-    def _allgather_base(self, output: Tensor, part: Tensor, options: Any = None) -> Any:
-        super()._allgather_base(output, part, options)
-        return all_gather_single(output, part, group=self._group)
-
-    @override
-    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
-        super()._reduce_scatter_base(output, whole, options)
-        return reduce_scatter_single(output, whole, group=self._group)
-
-    @override
-    def alltoall_base(self, output: Tensor, sent: Tensor, *sizes: Any) -> Any:
-        super().alltoall_base(output, sent, *sizes)
-        return self._group.alltoall_base(output, sent, *sizes)
-
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
-    all_to_all_single = alltoall_base
+    def _count(
+        self, operator: str, payload: Tensor, run: Callable[[dist.ProcessGroup], Any]
+    ) -> Any:
+        super()._count(operator, payload, run)
+        return run(self._group)
 
 
 class GroupWithoutRanks(TensorGroup):

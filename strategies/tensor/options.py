@@ -19,7 +19,6 @@ from boltmesh.strategies.parameter_access import is_part
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.symbolic_dims import SymbolicDim
 from boltmesh.strategies.tensor.candidates import (
-    DimPosition,
     Roles,
     ShardableDim,
     candidate_of,
@@ -79,16 +78,17 @@ LAYERS = Reasons(
 """Reasons why ranks that share layers cannot do separately what one process does."""
 
 
-def refuse_late_proof(module: LightningModule, *, is_divided: bool) -> None:
-    """Refuse to verify another step after the parameters have also been sharded.
+def refuse_parameters(module: LightningModule, *, is_divided: bool) -> None:
+    """Refuse parameters that cannot be divided, or that have been divided or sharded since.
 
     Args:
         module: The module that is about to be divided.
-        is_divided: Whether it was divided before, by a plan that was verified only with a step that
-            does not train.
+        is_divided: Whether this strategy divided it before, by a plan that was verified only with a
+            step that does not train.
 
     Raises:
-        ConfigError: If any is sharded; it names the order in which to run.
+        ConfigError: If any was sharded since; it names the order in which to run.
+        UnsupportedError: Naming the parameter.
     """
     if is_divided and any(isinstance(each, DTensor) for each in module.parameters()):
         raise ConfigError(
@@ -97,18 +97,6 @@ def refuse_late_proof(module: LightningModule, *, is_divided: bool) -> None:
             f"Trainer.fit first, or build a new module and load a checkpoint; with zero_stage=0 "
             f"either order works."
         )
-
-
-def refuse_parameters(module: LightningModule, *, is_divided: bool) -> None:
-    """Refuse parameters that cannot be divided, or that another strategy has divided.
-
-    Args:
-        module: The module that is about to be divided.
-        is_divided: Whether it was divided before, by this strategy.
-
-    Raises:
-        UnsupportedError: Naming the parameter.
-    """
     for name, parameter in module.named_parameters():
         if is_part(parameter) and not is_divided:
             raise UnsupportedError(
@@ -179,13 +167,7 @@ def read_overrides(
 
 
 def _matched(analysis: Analysis, pattern: str, *, is_deep: bool) -> list[list[str]]:
-    """Return the first names of matched parameters, grouped by module.
-
-    Args:
-        analysis: Analysis of the model.
-        pattern: Pattern for the name of a parameter or a module.
-        is_deep: Whether a module includes its children, and not only its own parameters.
-    """
+    """Return the first names of matched parameters by module; deep: children of a module, too."""
     names = {name: facts.name for facts in analysis.parameters.values() for name in facts.names}
     exact = [[first] for name, first in names.items() if fnmatchcase(name, pattern)]
     modules: dict[str, list[str]] = {}
@@ -228,14 +210,10 @@ def _divided(
         if not any(roles.style(each.parameter, each.dim, atom) == style for each in here):
             continue
         why = why_not(atom, found, roles, size, trusted=analysis.trace.without_rule)
-        if not why and _is_outermost(here):
+        if not why and all(at == 0 for each in here for at in each.at):
             return candidate_of(analysis, atom, found, roles)
         whys.setdefault(why or "it lies inside of something else")
     return "; ".join(whys) or "the step does not use it so"
-
-
-def _is_outermost(found: Sequence[DimPosition]) -> bool:
-    return all(at == 0 for each in found for at in each.at)
 
 
 def _refuse_both(overrides: Overrides) -> None:

@@ -3,12 +3,15 @@
 ``TensorContext`` holds the groups of the run. ``place`` makes the plan on the first rank, verifies
 it on all ranks and cuts shards.
 
-A model whose parameters are deferred may be larger than any rank's memory. ``make_whole`` makes the
-first block of each kind and everything outside of blocks; ``make_shards`` makes the other blocks
-one at a time, when their shards are cut.
+A model whose parameters are deferred may be larger than any rank's memory. The first block of each
+kind and everything outside of blocks is made for the proof, the other blocks are made one at a
+time, when their shards are cut.
+
+``PartialActivationHooks`` warns of hooks that get only this rank's part of an activation.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,7 +38,9 @@ from boltmesh.strategies.tensor.options import TensorOptions
 from boltmesh.strategies.tensor.plan import (
     ShardedParameter,
     TensorPlan,
+    block_of,
     from_json,
+    region_blocks,
     to_json,
     without_replicated,
 )
@@ -46,6 +51,7 @@ from boltmesh.strategies.tensor.runtime.param_swap import shard_parameters
 from boltmesh.strategies.tensor.runtime.signatures import SignatureRecorder
 from boltmesh.strategies.tensor.skip_blocks import BlockShapes, kinds_of, lasts_of
 from boltmesh.strategies.tensor.verify import ProofInputs, StepPrecision, divisions_of, prove
+from boltmesh.strategies.torch_compat.modules import hooks_of
 
 
 @dataclass(frozen=True)
@@ -68,44 +74,26 @@ class TensorContext:
 _CPU = torch.device("cpu")
 
 
-def make_whole(
+def _make_whole(
     root: Module, blocks: Mapping[str, Module], left_out: Collection[str], group: ProcessGroup
 ) -> None:
-    """Materialize all but some blocks, with the first rank's values. Collective over ``group``.
-
-    Args:
-        root: The model.
-        blocks: Its blocks by dotted name.
-        left_out: Names of the blocks that are materialized later.
-        group: CPU group of the ranks that get equal values.
-    """
+    """Materialize all but some blocks, with the first rank's values. Collective."""
     later = {part for name in left_out for part in blocks[name].modules()}
     modules = {each: path for each, path in own_modules([root], "").items() if each not in later}
     prepare_modules(modules, device=_CPU, group=group)
 
 
-def make_shards(
+def _make_shards(
     root: Module,
     blocks: Mapping[str, Module],
-    left_out: Iterable[str],
+    left_out: Collection[str],
     entries: Collection[ShardedParameter],
     *,
     group: ProcessGroup,
     size: int,
     rank: int,
 ) -> None:
-    """Cut shards of all parameters, materializing blocks that were left out. Collective.
-
-    Args:
-        root: The model.
-        blocks: Its blocks by dotted name.
-        left_out: Names of the blocks that are not materialized yet.
-        entries: The parameters that are divided.
-        group: CPU group of the ranks that get equal values.
-        size: Number of ranks of the tensor axis.
-        rank: Tensor rank of this process.
-    """
-    left_out = list(left_out)
+    """Cut shards of all parameters, materializing blocks that were left out. Collective."""
     of_block = {
         name: [each for each in entries if each.name.startswith(f"{name}.")] for name in left_out
     }
@@ -118,7 +106,7 @@ def make_shards(
         shard_parameters(root, of_block[name], size=size, rank=rank)
 
 
-def tied_outside(root: Module, blocks: Mapping[str, Module]) -> set[str]:
+def _tied_outside(root: Module, blocks: Mapping[str, Module]) -> set[str]:
     """Return the names of blocks with a parameter that is also used elsewhere in the model."""
     places: dict[int, set[str]] = {}
     owner = {part: name for name, block in blocks.items() for part in block.modules()}
@@ -126,6 +114,62 @@ def tied_outside(root: Module, blocks: Mapping[str, Module]) -> set[str]:
         for parameter in module.parameters(recurse=False):
             places.setdefault(id(parameter), set()).add(owner.get(module, ""))
     return {name for several in places.values() if len(several) > 1 for name in several if name}
+
+
+_LIBRARIES = {"boltmesh", "lightning", "pytorch_lightning", "torch"}
+"""Packages whose own hooks need no whole activations."""
+
+
+class PartialActivationHooks:
+    """Finds hooks on modules that take or give parts of activations.
+
+    The analysis of a step sees what a hook adds to the loss. It does not see a hook that is
+    registered later, nor where an activation goes that a hook stores for logging. Between divided
+    layers such a hook gets the channels of one rank, and with sequence parallelism its tokens.
+    """
+
+    def __init__(self, applied: AppliedPlan) -> None:
+        plan, root = applied.plan, applied.module
+        of_tokens = () if plan.sequence is None else plan.sequence.divided
+        regions = region_blocks(plan)
+        self._watched: list[tuple[str, Module, bool]] = [
+            (name, root.get_submodule(name), on_outputs)
+            for names, on_outputs in (
+                (plan.divided_inputs, False),
+                ((*plan.divided_outputs, *of_tokens), True),
+            )
+            for name in dict.fromkeys(names)
+            if block_of(plan, name) not in regions
+        ]
+        self._known: set[str] = set()
+        """Labels of the hooks already warned of."""
+
+    def warn(self) -> None:
+        """Warn once of each such hook. No communication: only one rank may have it."""
+        by_label: dict[str, list[str]] = {}
+        for name, module, on_outputs in self._watched:
+            for hook in hooks_of(module, on_outputs=on_outputs):
+                if label := _label(hook):
+                    by_label.setdefault(label, []).append(name)
+        for label in by_label.keys() - self._known:
+            first, *others = dict.fromkeys(by_label[label])
+            more = f" and {len(others)} more" if others else ""
+            warnings.warn(
+                f"Hook {label} on '{first}'{more} sees this rank's part of an activation that the "
+                f"tensor axis divides: a mean or a norm of it is that of the part. To have it "
+                f"whole, name a parameter of its layer in plan as 'whole'.",
+                stacklevel=2,
+            )
+        self._known |= by_label.keys()
+
+
+def _label(hook: Callable[..., Any]) -> str:
+    """Return the name of a hook; empty for a library's."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    if hook.__module__.partition(".")[0] in _LIBRARIES:
+        return ""
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 _PATIENCE = timedelta(seconds=120)
@@ -146,6 +190,8 @@ class TensorPlacement:
     """The parameters of which this rank holds a part."""
     counted: Mapping[str, OperatorTraffic] | None
     """Traffic of the verified step by operator; None if steps of the run may differ."""
+    hooks: PartialActivationHooks
+    """Warns of hooks that get parts of activations."""
 
     @property
     def plan(self) -> TensorPlan:
@@ -186,7 +232,7 @@ def place(
     order = broadcast_from_rank0(shapes.in_order(blocks), context.world_cpu_group)
     plan = replace(plan, kinds=kinds_of({name: blocks[name] for name in order}, plan))
     passed = _passed(module, plan, blocks, shapes)
-    make_whole(module, blocks, passed, context.world_cpu_group)
+    _make_whole(module, blocks, passed, context.world_cpu_group)
     batch, *rest = args
     on_device = replace(
         on_host,
@@ -213,7 +259,7 @@ def place(
                 lambda: _group_for_a_proof(context),
             ),
         )
-    make_shards(
+    _make_shards(
         module,
         blocks,
         passed,
@@ -226,7 +272,15 @@ def place(
         module, plan, group, loss_parallel=options.loss_parallel, verified=recorder.seen
     )
     divisions = divisions_of(applied.plan, group.rank)
-    placed = TensorPlacement(module, step, applied, divisions, tuple(applied.sharded), counted)
+    placed = TensorPlacement(
+        module,
+        step,
+        applied,
+        divisions,
+        tuple(applied.sharded),
+        counted,
+        PartialActivationHooks(applied),
+    )
     return placed, plan.notes[known:]
 
 
@@ -308,7 +362,7 @@ def _passed(
     module: LightningModule, plan: TensorPlan, blocks: Mapping[str, Module], shapes: BlockShapes
 ) -> dict[str, str]:
     """Return the blocks that verification skips, each with the first block of its kind."""
-    tied = tied_outside(module, blocks)
+    tied = _tied_outside(module, blocks)
     return {
         name: first
         for name, first in plan.kinds.items()

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -54,8 +54,7 @@ def balanced_share(count: int, size: int, rank: int) -> tuple[int, int]:
     return rank * each + min(rank, left), each + (rank < left)
 
 
-@dataclass(frozen=True)
-class ElementRange:
+class ElementRange(NamedTuple):
     """Elements that are contiguous in the full dimension and in a shard."""
 
     start: int
@@ -151,6 +150,10 @@ class ShardedParameter:
         return prod(self.shape)
 
 
+OUTSIDE = ""
+"""Name for parameters outside of repeated blocks."""
+
+
 @dataclass(frozen=True)
 class PlannedDim:
     """A logical axis of the model that no operator needs whole, such as the heads of a block."""
@@ -163,6 +166,11 @@ class PlannedDim:
 
     The last one is ``""`` if it also divides parameters outside of them.
     """
+
+    @property
+    def blocks_or_outside(self) -> tuple[str, ...]:
+        """Its blocks, or ``OUTSIDE`` alone."""
+        return self.blocks or (OUTSIDE,)
 
 
 @dataclass(frozen=True)
@@ -306,9 +314,6 @@ def from_json(text: str | bytes) -> TensorPlan:
 _ORDER: tuple[Backend, ...] = ("local", "region", "replicated")
 """In the order in which they are tried; the last one always works."""
 
-OUTSIDE = ""
-"""Name for parameters outside of repeated blocks."""
-
 
 def backend_of(plan: TensorPlan, block: str) -> Backend:
     """Return a block's backend: that of the first of its kind; ``local`` by default."""
@@ -322,24 +327,36 @@ def backends_of_axes(plan: TensorPlan) -> list[Backend]:
     the latest in the order among theirs.
     """
     known: dict[str, Backend] = {
-        block: backend_of(plan, block) for axis in plan.axes for block in _blocks(axis.blocks)
+        block: backend_of(plan, block) for axis in plan.axes for block in axis.blocks_or_outside
     }
-    is_settled = False
-    while not is_settled:
-        is_settled = True
+    before: dict[str, Backend] = {}
+    while known != before:
+        before = dict(known)
         for axis in plan.axes:
-            hardest = _hardest(known[block] for block in _blocks(axis.blocks))
-            for block in _blocks(axis.blocks):
-                if known[block] != hardest:
-                    known[block] = hardest
-                    is_settled = False
-    return [_hardest(known[block] for block in _blocks(axis.blocks)) for axis in plan.axes]
+            hardest = _hardest(known[block] for block in axis.blocks_or_outside)
+            known.update(dict.fromkeys(axis.blocks_or_outside, hardest))
+    return [_hardest(known[block] for block in axis.blocks_or_outside) for axis in plan.axes]
 
 
 def block_of(plan: TensorPlan, name: str) -> str:
     """Return the block that contains a module or parameter, or ``OUTSIDE``."""
     known = {block for axis in plan.axes for block in axis.blocks} | plan.kinds.keys()
-    return next((each for each in known if f"{name}.".startswith(f"{each}.")), OUTSIDE)
+    return block_around(name, known)
+
+
+def block_around(name: str, blocks: Iterable[str]) -> str:
+    """Return which of some blocks contains a module or parameter, or ``OUTSIDE``."""
+    return next((each for each in blocks if f"{name}.".startswith(f"{each}.")), OUTSIDE)
+
+
+def region_blocks(plan: TensorPlan) -> set[str]:
+    """Return the blocks that run on DTensors, perhaps with ``OUTSIDE``."""
+    return {
+        block
+        for axis, backend in zip(plan.axes, backends_of_axes(plan), strict=True)
+        if backend == "region"
+        for block in axis.blocks_or_outside
+    }
 
 
 def without_replicated(plan: TensorPlan) -> TensorPlan:
@@ -348,7 +365,7 @@ def without_replicated(plan: TensorPlan) -> TensorPlan:
     whole = {index for index, backend in enumerate(backends) if backend == "replicated"}
     if not whole:
         return plan
-    blocks = {block for index in whole for block in _blocks(plan.axes[index].blocks)}
+    blocks = {block for index in whole for block in plan.axes[index].blocks_or_outside}
 
     def stays(name: str) -> bool:
         return block_of(plan, name) not in blocks
@@ -383,10 +400,6 @@ def without_sequence(plan: TensorPlan) -> TensorPlan:
     )
 
 
-def _blocks(blocks: tuple[str, ...]) -> tuple[str, ...]:
-    return blocks or (OUTSIDE,)
-
-
 def _hardest(backends: Iterable[Backend]) -> Backend:
     return max(backends, key=_ORDER.index)
 
@@ -396,18 +409,15 @@ def rows(plan: TensorPlan) -> tuple[PlannedParameters, ...]:
     grouped: dict[tuple[object, ...], PlannedParameters] = {}
     for each in _single_rows(plan):
         key = (each.pattern, each.shape, each.style, each.why, each.collectives)
-        known = grouped.get(key)
-        grouped[key] = each if known is None else _together(known, each)
+        known = grouped.setdefault(key, each)
+        if known is not each:
+            grouped[key] = msgspec.structs.replace(
+                known,
+                count=known.count + each.count,
+                rank_bytes=known.rank_bytes + each.rank_bytes,
+                whole_bytes=known.whole_bytes + each.whole_bytes,
+            )
     return tuple(grouped.values())
-
-
-def _together(one: PlannedParameters, other: PlannedParameters) -> PlannedParameters:
-    return msgspec.structs.replace(
-        one,
-        count=one.count + other.count,
-        rank_bytes=one.rank_bytes + other.rank_bytes,
-        whole_bytes=one.whole_bytes + other.whole_bytes,
-    )
 
 
 def without_numbers(name: str) -> str:

@@ -12,9 +12,9 @@ from math import prod
 from typing import Any, TypeVar
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.tensor.analysis.analyse import Analysis, ParameterFacts
-from boltmesh.strategies.tensor.analysis.symbolic_dims import SymbolicDim, leaves, representative
-from boltmesh.strategies.tensor.analysis.trace import Operand, ShapeUse
+from boltmesh.strategies.tensor.analysis.analyse import Analysis
+from boltmesh.strategies.tensor.analysis.symbolic_dims import SymbolicDim, leaves
+from boltmesh.strategies.tensor.analysis.trace import Operand
 from boltmesh.strategies.tensor.candidates import (
     Member,
     Roles,
@@ -36,7 +36,7 @@ from boltmesh.strategies.tensor.plan import (
     TensorPlan,
     Unsharded,
 )
-from boltmesh.strategies.tensor.propagation import Propagation, axes_of, follow, refused_owners
+from boltmesh.strategies.tensor.propagation import Follower, Propagation, axes_of, refused_owners
 from boltmesh.strategies.tensor.sequence import NoSequence, divide_sequence
 
 
@@ -49,13 +49,19 @@ class Selection:
     refused: dict[SymbolicDim, str] = field(default_factory=dict)
     """Reasons why other axes are not, in addition to those of the analysis."""
 
+    @property
+    def followed(self) -> set[SymbolicDim]:
+        """Axes of activations within blocks, without those of tokens."""
+        return {axis.atom for axis in self.chosen if not axis.is_vocabulary}
+
 
 def plan_of(analysis: Analysis, size: int, choice: Selection) -> TensorPlan:
     """Return the plan that divides a selection."""
     sharded = _sharded(analysis, choice)
-    followed = {axis.atom for axis in choice.chosen if not axis.is_vocabulary}
-    trace = analysis.trace
-    named = [use for use in trace.shape_uses if not _is_of_its_own(analysis, use, sharded)]
+    followed, trace = choice.followed, analysis.trace
+    # Without modules that reshape the result of their own parameter, as a linear layer does.
+    owners = {name.rpartition(".")[0] for each in sharded.values() for name in each.names}
+    named = [use for use in trace.shape_uses if use.module not in owners]
     return TensorPlan(
         size,
         tuple(_axis(analysis, axis) for axis in choice.chosen),
@@ -124,7 +130,7 @@ def _sharded(analysis: Analysis, choice: Selection) -> dict[str, ShardedParamete
                 facts.shape,
                 member.dim,
                 _one_by_one(member.sections)
-                if _is_of_attention(analysis, facts)
+                if facts.name.rpartition(".")[0] in analysis.trace.attentions
                 else member.sections,
                 member.style,
                 number,
@@ -149,10 +155,6 @@ def _why(candidate: ShardableDim, member: Member) -> str:
     return f"{parts} that nothing needs together before {summed} sums over them"
 
 
-def _is_of_attention(analysis: Analysis, facts: ParameterFacts) -> bool:
-    return facts.name.rpartition(".")[0] in analysis.trace.attentions
-
-
 def _one_by_one(sections: Sequence[Section]) -> tuple[Section, ...]:
     """Split q, k and v of torch's attention into separate sections: it runs as three layers."""
     return tuple(
@@ -174,17 +176,6 @@ def _axis(analysis: Analysis, candidate: ShardableDim) -> PlannedDim:
     return PlannedDim(candidate.atom.size, names, blocks)
 
 
-def _is_of_its_own(
-    analysis: Analysis, use: ShapeUse, sharded: Mapping[str, ShardedParameter]
-) -> bool:
-    """Whether a module reshapes the result of its own parameter, as a linear layer does."""
-    return any(
-        name.rpartition(".")[0] == use.module
-        for parameter in sharded.values()
-        for name in parameter.names
-    )
-
-
 def _attributes(analysis: Analysis, followed: set[SymbolicDim]) -> list[SizeAttribute]:
     """Return integers of modules that are a product of neighbouring axes, one of them divided.
 
@@ -201,7 +192,7 @@ def _attributes(analysis: Analysis, followed: set[SymbolicDim]) -> list[SizeAttr
             atoms = leaves(dim)
             for start, end in combinations(range(len(atoms) + 1), 2):
                 part = atoms[start:end]
-                if axes_of([part], followed) and {representative(atom) for atom in part} <= known:
+                if axes_of([part], followed) and known.issuperset(part):
                     sizes.setdefault(use.module, set()).add(prod(atom.size for atom in part))
     return [
         SizeAttribute(module, name, value)
@@ -212,14 +203,7 @@ def _attributes(analysis: Analysis, followed: set[SymbolicDim]) -> list[SizeAttr
 
 
 def _tells_apart(analysis: Analysis, sizes: Mapping[str, set[int]], module: str, name: str) -> bool:
-    """Whether an integer differs between modules of one class although their sizes do not.
-
-    Args:
-        analysis: Analysis of the model.
-        sizes: Sizes by which modules view divided axes, by name of the module.
-        module: One of the modules.
-        name: Name of its integer.
-    """
+    """Whether an integer differs between modules of one class although their sizes do not."""
     kind = analysis.classes.get(module)
     twins = [twin for twin in sizes if analysis.classes.get(twin) is kind]
     values = {twin: analysis.integers[twin].get(name) for twin in twins}
@@ -383,9 +367,8 @@ def _with_sequence(analysis: Analysis, choice: Selection, plan: TensorPlan) -> T
         if any(experts.module.startswith(f"{block}.") for block in analysis.blocks)
     }
     styles = {name: parameter.style for name, parameter in plan.sharded.items()}
-    followed = {axis.atom for axis in choice.chosen if not axis.is_vocabulary}
     try:
-        division = divide_sequence(analysis, styles, followed, mixtures)
+        division = divide_sequence(analysis, styles, choice.followed, mixtures)
     except NoSequence as why:
         raise ConfigError(
             f"sequence_parallel=True, but {why}. Set sequence_parallel=False."
@@ -432,7 +415,7 @@ def _choose(
         sharded = {name: axis.atom for axis in chosen for name in axis.parameters}
         styles = {m.parameter: m.style for axis in chosen for m in axis.members}
         followed = [axis.atom for axis in chosen if not axis.is_vocabulary]
-        flow = follow(analysis, sharded, followed, styles)
+        flow = Follower(analysis, sharded, followed, styles).follow()
         flow.refused.update(refused_owners(analysis, sharded, styles, frozenset(followed)))
         for atom, why in flow.refused.items():
             if atom in forced:

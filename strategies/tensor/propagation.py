@@ -54,23 +54,6 @@ def axes_of(dims: Iterable[Dim], chosen: Set[SymbolicDim]) -> set[SymbolicDim]:
     return reached & chosen
 
 
-def follow(
-    analysis: Analysis,
-    sharded: Mapping[str, SymbolicDim],
-    followed: Sequence[SymbolicDim],
-    styles: Mapping[str, Style],
-) -> Propagation:
-    """Find the parameters and activations that are used together with divided axes.
-
-    Args:
-        analysis: Analysis of the model.
-        sharded: The axis of each parameter that is divided.
-        followed: Axes of activations within blocks, without those of tokens.
-        styles: Style of each parameter that is divided.
-    """
-    return _Follower(analysis, sharded, followed, styles).follow()
-
-
 def _entered_as_one(styles: Mapping[str, Style]) -> set[str]:
     """Return modules with both columns and rows, such as stacked experts."""
     by_module: dict[str, set[Style]] = {}
@@ -80,7 +63,16 @@ def _entered_as_one(styles: Mapping[str, Style]) -> set[str]:
             or "expert" in several}  # fmt: skip
 
 
-class _Follower:
+class Follower:
+    """Finds the parameters and activations that are used together with divided axes.
+
+    Args:
+        analysis: Analysis of the model.
+        sharded: The axis of each parameter that is divided.
+        followed: Axes of activations within blocks, without those of tokens.
+        styles: Style of each parameter that is divided.
+    """
+
     def __init__(
         self,
         analysis: Analysis,
@@ -100,6 +92,7 @@ class _Follower:
         self.flow = Propagation()
 
     def follow(self) -> Propagation:
+        """Follow the axes through the operators of the step."""
         partial: dict[str, None] = {}
         boundaries: dict[str, set[int]] = {}
         fed: dict[str, dict[SymbolicDim, str]] = {}

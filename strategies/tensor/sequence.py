@@ -17,11 +17,11 @@ section 4.2, https://arxiv.org/abs/2205.05198
 """
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
-from boltmesh.strategies.tensor.analysis.op_rules.arithmetic import RANDOM
+from boltmesh.strategies.tensor.analysis.arithmetic_rules import RANDOM
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     Reason,
     SymbolicDim,
@@ -67,7 +67,7 @@ class Walk:
         self.styles = styles
         self.followed = followed
         self.stack = stack
-        self.tokens = {representative(atom) for atom in leaves(stack.entry.dims[stack.dim])}
+        self.tokens = set(leaves(stack.entry.dims[stack.dim]))
         self.divided = {stack.entry.key}
         self.consumers = self.trace.consumers()
         self.gathers: list[GatherPoint] = []
@@ -141,9 +141,7 @@ class Walk:
         given = [
             (place, operand.key)
             for place, operand in self.trace.module_outputs.get(module, {}).items()
-            if len(operand.dims) > self.stack.dim
-            and {representative(atom) for atom in leaves(operand.dims[self.stack.dim])}
-            == self.tokens
+            if self._has_sequence(operand)
         ]
         if len(taken) != 1 or len(given) != 1:
             raise NoSequence(f"{module} does not take one sequence of tokens, and give one")
@@ -219,12 +217,13 @@ class Walk:
 
     def _check_scattered(self, step: OperatorRecord) -> None:
         given = self.trace.module_outputs.get(step.module, {}).values()
-        if not any(
-            len(out.dims) > self.stack.dim
-            and {representative(atom) for atom in leaves(out.dims[self.stack.dim])} == self.tokens
-            for out in given
-        ):
+        if not any(map(self._has_sequence, given)):
             raise NoSequence(f"{step.module} does not give the sequence in a dimension of its own")
+
+    def _has_sequence(self, operand: Operand) -> bool:
+        """Whether the dim of the sequence holds all tokens and nothing else."""
+        dim = self.stack.dim
+        return len(operand.dims) > dim and set(leaves(operand.dims[dim])) == self.tokens
 
 
 @dataclass(frozen=True)
@@ -247,10 +246,10 @@ class SequenceDivision:
     """Consequences of dividing the sequences of all stacks."""
 
     plan: SequencePlan
-    partial: set[str] = field(default_factory=set)
-    drawing: list[str] = field(default_factory=list)
+    partial: set[str]
+    drawing: list[str]
     """Modules that draw random numbers for some of the tokens."""
-    gathered: set[int] = field(default_factory=set)
+    gathered: set[int]
     """Keys of activations after a gather and before the rows."""
 
 

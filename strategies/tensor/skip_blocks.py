@@ -4,8 +4,9 @@ The other blocks return their input as their output, or run with the parameters 
 their kind and their own settings, so that interactions between blocks are those of training.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,18 +105,15 @@ class BlockShapes:
         """Context in which calls of blocks are recorded."""
         with ExitStack() as stack:
             for name, each in blocks.items():
-                hook = each.register_forward_hook(self._hook(name), with_kwargs=True)
-                stack.enter_context(hook)
+                note = partial(self._note, name)
+                stack.enter_context(each.register_forward_hook(note, with_kwargs=True))
             yield
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        def note(module: Module, args: Any, kwargs: Any, output: Any) -> None:
-            handed = _passed(args, kwargs, output)
-            self._seen.setdefault(name, set()).add(
-                None if handed is None else tuple(_looks(each) for each in tree_leaves(handed))
-            )
-
-        return note
+    def _note(self, name: str, module: Module, args: Any, kwargs: Any, output: Any) -> None:
+        handed = _passed(args, kwargs, output)
+        self._seen.setdefault(name, set()).add(
+            None if handed is None else tuple(_looks(each) for each in tree_leaves(handed))
+        )
 
 
 @contextmanager
@@ -159,28 +157,21 @@ def blocks_passed(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> It
     given: dict[str, Any] = {}
     with ExitStack() as stack:
         for first in set(firsts.values()):
-            stack.enter_context(blocks[first].register_forward_hook(_keep(given, first)))
+            stack.enter_context(blocks[first].register_forward_hook(partial(_keep, given, first)))
         for name, first in firsts.items():
-            stack.enter_context(patched(blocks[name], forward=_Passing(given, first)))
+            stack.enter_context(patched(blocks[name], forward=partial(_pass_on, given, first)))
         yield
 
 
-def _keep(given: dict[str, Any], name: str) -> Callable[..., None]:
-    def keep(module: Module, args: Any, output: Any) -> None:
-        given[name] = tree_map_only(Tensor, Tensor.detach, output)
-
-    return keep
+def _keep(given: dict[str, Any], name: str, module: Module, args: Any, output: Any) -> None:
+    given[name] = tree_map_only(Tensor, Tensor.detach, output)
 
 
-class _Passing:
-    def __init__(self, given: dict[str, Any], first: str) -> None:
-        self._given, self._first = given, first
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = _passed(args, kwargs, self._given[self._first])
-        assert output is not None
-        # As a block's output is: code behind it may write there, with the input kept for gradients.
-        return tree_map_only(Tensor, Tensor.clone, output)
+def _pass_on(given: dict[str, Any], first: str, /, *args: Any, **kwargs: Any) -> Any:
+    output = _passed(args, kwargs, given[first])
+    assert output is not None
+    # As a block's output is: code behind it may write there, with the input kept for gradients.
+    return tree_map_only(Tensor, Tensor.clone, output)
 
 
 def _passed(args: Any, kwargs: Any, output: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.checkpoint.chunks import DimDivision, ElementStretch
+from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.dry_run.step import (
     ROUGH,
     TOLERANCE,
@@ -40,25 +40,15 @@ from boltmesh.strategies.tensor.expected_traffic import CountedGroup, OperatorTr
 from boltmesh.strategies.tensor.plan import (
     OUTSIDE,
     Backend,
-    ShardedParameter,
     TensorPlan,
     block_of,
-    runs,
     without_sequence,
 )
 from boltmesh.strategies.tensor.runtime.apply import apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.tensor.runtime.param_swap import division_of
 from boltmesh.strategies.tensor.skip_blocks import blocks_passed, lasts_of, parameters_lent
 from boltmesh.strategies.torch_compat.communication import destroy_group
-
-
-def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:
-    """Return a rank's division of a parameter."""
-    stretches = (
-        ElementStretch(each.start, each.local_start, each.length)
-        for each in runs(entry.sections, size, rank)
-    )
-    return DimDivision(torch.Size(entry.shape), entry.dim, tuple(stretches))
 
 
 def divisions_of(plan: TensorPlan, rank: int) -> dict[str, DimDivision]:
@@ -73,9 +63,6 @@ def divisions_of(plan: TensorPlan, rank: int) -> dict[str, DimDivision]:
 _BACKENDS: tuple[Backend, ...] = ("local", "region")
 
 Counted = dict[str, OperatorTraffic]
-
-NewGroup = Callable[[], TensorGroup]
-"""Creates a further group of the tensor axis's ranks. Collective over all ranks of the job."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +87,9 @@ class ProofInputs:
         activation_bytes: Upper bound of the activations that a backward pass of all blocks keeps.
         precision: Precision of the step in the run.
         world_cpu_group: CPU group of all ranks of the job, which agree on the result.
-        new_group: Creates the group for planned steps. A collective in which not all ranks
-            took part leaves a group unusable, so the next trial gets a new one.
+        new_group: Creates a group of the tensor axis's ranks for planned steps. Collective over
+            all ranks of the job. A collective in which not all ranks took part leaves a group
+            unusable, so the next trial gets a new one.
     """
 
     rehearsal: DryRun
@@ -110,7 +98,7 @@ class ProofInputs:
     activation_bytes: int
     precision: StepPrecision
     world_cpu_group: ProcessGroup
-    new_group: NewGroup
+    new_group: Callable[[], TensorGroup]
 
 
 def prove(plan: TensorPlan, stage: ProofInputs) -> tuple[TensorPlan, Counted | None]:
@@ -339,9 +327,7 @@ class _Proof:
                 self.close(is_idle=not self._first("raised" if has_raised else None))
                 return fault
             if run.has_backward and not run.passed and self._has_own_precision:
-                self.counted = {
-                    name: OperatorTraffic(*each) for name, each in counter.counted.items()
-                }
+                self.counted = counter.counted
         return None
 
     def close(self, *, is_idle: bool = True) -> None:
@@ -408,9 +394,7 @@ def _free_bytes(stage: ProofInputs) -> int:
 
 def _kinds(plan: TensorPlan) -> list[str]:
     """Return the kinds of blocks with divided parameters, in the order of the plan."""
-    found = [
-        plan.kinds.get(block, block) for axis in plan.axes for block in axis.blocks or (OUTSIDE,)
-    ]
+    found = [plan.kinds.get(block, block) for axis in plan.axes for block in axis.blocks_or_outside]
     return list(dict.fromkeys(found))
 
 
@@ -435,7 +419,7 @@ def _with_sizes(plan: TensorPlan, kind: str) -> Iterator[TensorPlan]:
 
 def _has_region(plan: TensorPlan, kind: str) -> bool:
     return any(
-        kind in {plan.kinds.get(block, block) for block in plan.axes[at].blocks or (OUTSIDE,)}
+        kind in {plan.kinds.get(block, block) for block in plan.axes[at].blocks_or_outside}
         for at in plan.region_axes
     )
 

@@ -253,16 +253,10 @@ def all_to_all(
 def sum_flags(
     flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device, *, dtype: torch.dtype
 ) -> list[int]:
-    """Return on how many ranks of a group each flag is set. Collective.
+    """Return on how many ranks of a group each flag is set, in the same order on all. Collective.
 
     A rank with a GPU reads the sums only if one of its own flags is not set, because reading waits
     for all queued work. Otherwise it returns 1 for each: no sum is 0.
-
-    Args:
-        flags: The flags, in the same order on all ranks.
-        group: The ranks.
-        device: Device for communication.
-        dtype: Integer dtype of the sums.
     """
     are_set = all(flags)
     if are_set:
@@ -284,11 +278,6 @@ def store_of_attempt(rank: int, world_size: int, timeout: timedelta) -> Store | 
 
     Collective over all ranks.
 
-    Args:
-        rank: The rank of this process.
-        world_size: Number of ranks.
-        timeout: Limit of the wait for other ranks.
-
     Raises:
         RankError: A rank did not join in time.
     """
@@ -301,12 +290,6 @@ def store_of_attempt(rank: int, world_size: int, timeout: timedelta) -> Store | 
 
 def agree(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a random id that is equal on all ranks of this attempt. Collective.
-
-    Args:
-        store: May hold keys of earlier attempts.
-        rank: See ``store_of_attempt``.
-        world_size: See ``store_of_attempt``.
-        timeout: See ``store_of_attempt``.
 
     Raises:
         RankError: A rank did not join in time.

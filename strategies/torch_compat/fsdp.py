@@ -102,9 +102,6 @@ def forget_step(root: FSDPModule) -> None:
     Otherwise FSDP2 takes the end of its next backward pass for already queued, and a unit whose
     inputs need no gradients, such as the first, is never reduced again. Its own remedy leaves
     unsharded gradients, and is new in torch 2.13.
-
-    Args:
-        root: The unit that contains the others.
     """
     state = root._get_fsdp_state()
     if state._is_root is None:
@@ -160,19 +157,12 @@ def reduce_gradients(root: FSDPModule) -> None:
     For steps that did not run through the units; this is what FSDP2 does at the end of a backward
     pass. Collective over the ranks that share the units, which must have gradients of the same
     parameters.
-
-    Args:
-        root: The unit that contains the others.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 class StepUnits:
-    """The units of a model with their parameter groups, looked up once for all steps.
-
-    Args:
-        units: Modules of ``fully_shard``.
-    """
+    """The units of a model with their parameter groups, looked up once for all steps."""
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
         self._groups = [(unit, group) for unit in units for group in parameter_groups(unit)]
@@ -199,10 +189,8 @@ class StepUnits:
             if getattr(group, "_orig_dtype", torch.float32) is None:  # not determined yet
                 group._init_mp_dtypes()
             for param in group.fsdp_params:
-                unsharded, is_trained = (
-                    unsharded_parameter(param),
-                    param.sharded_param.requires_grad,
-                )
+                unsharded = unsharded_parameter(param)
+                is_trained = param.sharded_param.requires_grad
                 if unsharded is not None and unsharded.requires_grad != is_trained:
                     unsharded.requires_grad_(is_trained)
 

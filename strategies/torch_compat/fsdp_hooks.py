@@ -272,9 +272,6 @@ def end_every_backward(root: FSDPModule) -> None:
 
     FSDP2 notices a backward pass when it reaches an output of a unit. Under manual optimisation the
     root has none yet, and a loss may depend only on its own parameters, such as a temperature.
-
-    Args:
-        root: The unit that contains the others.
     """
     for group in instrument(root):
         group.phases.after_gather.append(partial(_watch_gradients, root, group))
@@ -324,12 +321,7 @@ class EndedReduceScatter(ReduceScatter):
 
 
 def reduce_with(unit: FSDPModule, build: Callable[[int], EndedReduceScatter]) -> None:
-    """Set the ``ReduceScatter`` of a unit.
-
-    Args:
-        unit: Module of ``fully_shard``.
-        build: Returns the ``ReduceScatter``, given the number of ranks that share the unit.
-    """
+    """Set the ``ReduceScatter`` of a unit, built for the number of ranks that share it."""
     for group in instrument(unit):
         comm = build(group._reduce_scatter_process_group.size())
         group._reduce_scatter_comm = comm

@@ -132,12 +132,7 @@ class GatheredWrites:
     def gather_frozen(
         self, is_in_step: Callable[[], bool], gather: Callable[[FSDPModule], None]
     ) -> None:
-        """Gather a frozen unit if a step reads its ``.data`` after other units have run.
-
-        Args:
-            is_in_step: Whether a step is running.
-            gather: Gathers a unit.
-        """
+        """Gather a frozen unit if a step reads its ``.data`` after other units have run."""
         self._is_in_step, self._gather = is_in_step, gather
         for unit, group in self._units:
             for param in group.fsdp_params:

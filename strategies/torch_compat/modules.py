@@ -37,10 +37,6 @@ class ParametersInPlace(Collection[Parameter]):
     """Some parameters of a module by their names: those registered at the moment.
 
     Sharding registers unsharded parameters and shards alternately, which are different objects.
-
-    Args:
-        module: The full model.
-        names: Names of the parameters.
     """
 
     def __init__(self, module: Module, names: Iterable[str]) -> None:

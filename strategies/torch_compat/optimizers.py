@@ -166,10 +166,6 @@ def _zeroes_as_torch_does(optimizer: Optimizer) -> bool:
     return not is_own and type(optimizer).zero_grad is Optimizer.zero_grad
 
 
-STEP_MARKS = ("_wrapped_by_lr_sched",)
-"""Attributes by which torch's schedulers recognise a ``step`` that they have wrapped."""
-
-
 def patch_optimizer(
     optimizer: Optimizer,
     *,
@@ -189,7 +185,7 @@ def patch_optimizer(
         A function that restores the methods.
     """
     zero_grad = optimizer.zero_grad
-    before = optimizer.__dict__.get("step")
+    before: Any = vars(optimizer).get("step")
 
     def new_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -206,9 +202,8 @@ def patch_optimizer(
         zero_grad(set_to_none=set_to_none)
 
     hooked: Any = Optimizer.profile_hook_step(new_step)
-    for mark in STEP_MARKS:
-        if before is not None and hasattr(before, mark):
-            setattr(hooked, mark, getattr(before, mark))
+    if hasattr(before, "_wrapped_by_lr_sched"):  # schedulers know a step that they have wrapped
+        hooked._wrapped_by_lr_sched = before._wrapped_by_lr_sched
     # Schedulers wrap the function of a bound method.
     optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = MethodType(new_zero_grad, optimizer)  # type: ignore[method-assign]

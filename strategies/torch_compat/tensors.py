@@ -27,26 +27,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import (
-    tree_flatten as tree_flatten,
-)
-from torch.utils._pytree import (
-    tree_leaves as tree_leaves,
-)
-from torch.utils._pytree import (
-    tree_map as tree_map,
-)
-from torch.utils._pytree import (
-    tree_map_only as tree_map_only,
-)
-from torch.utils._pytree import (
-    tree_unflatten as tree_unflatten,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
+
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+tree_map_only = _pytree.tree_map_only
 
 
 def fake_tensors() -> FakeTensorMode:
@@ -181,10 +172,6 @@ def check_writes_to_copies(names: Iterable[str], check: Callable[[], None]) -> N
     """Call a check before a write to a view of a DTensor with other memory than its base.
 
     torch gathers such a view along a divided dim, and what is written to it is lost.
-
-    Args:
-        names: Tensor methods that write.
-        check: Raises an error.
     """
     for name in names:
         setattr(DTensor, name, _checked(getattr(Tensor, name), check))
@@ -327,7 +314,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local
 
 
-def dtensor_like(local: Tensor, parameter: Tensor) -> Tensor:
+def dtensor_like(local: Tensor, parameter: Tensor) -> DTensor:
     """Return a DTensor with the shape and layout of ``parameter``, and local tensor ``local``."""
     spec: Any = parameter._spec  # type: ignore[attr-defined]
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -361,11 +348,7 @@ DispatchMode = TorchDispatchMode
 
 
 class OperatorsSeen(DispatchMode):  # type: ignore[no-untyped-call]
-    """Records whether one of some operators ran.
-
-    Args:
-        is_one: Whether an operator is one of them.
-    """
+    """Records whether one of some operators ran."""
 
     def __init__(self, is_one: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.entries import EntryHooks, find_entries, find_sequences
+from boltmesh.strategies.context.entries import EntryHooks, find_entries
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.opaque_functions import functions_watched
 from boltmesh.strategies.context.positions import Positions, divide
@@ -77,7 +77,7 @@ def ours(width: int, length: int) -> tuple[nn.Module, Step]:
     short, blocks = ids[:, :64], find_blocks(model)
     found = analyse(model, lambda each: each(input_ids=short, labels=short).loss, blocks=blocks)
     hooks = EntryHooks(model, find_entries(model, found, tuple(blocks)), state)
-    TokenwiseModules(model, find_tokenwise(found, find_sequences(found)[0]), state)
+    TokenwiseModules(model, find_tokenwise(found), state)
 
     def run() -> Tensor:
         with hooks.on(), functions_watched():

@@ -61,7 +61,7 @@ def test_what_ranks_keep_is_what_the_built_model_has(capsys, workplace) -> None:
 def test_activations_are_those_that_autograd_keeps(workplace) -> None:
     config = load("pipeline_1f1b", [*TINY, *PIPELINE[1:], "model.init_args.n_layer=2"])
     options = PipelineOptions(schedule="gpipe", microbatches=4)
-    made = describe_stages(config, options, 2, source="config")
+    made, _, _ = describe_stages(config, options, 2, source="config")
     module = build(config.model, "model", source="config")
     tokens = torch.zeros(4, config.model.init_args.block_size, dtype=torch.long)
     kept: dict[int, int] = {}

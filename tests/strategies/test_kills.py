@@ -137,13 +137,13 @@ def test_slurms_signal_to_one_rank_saves_on_all_before_the_same_batch(
 
 
 def told_while_saving(rank: int, world_size: int, folder: Path) -> str:
-    write = shard_writer._write
+    write = shard_writer._write_piece
 
     def tell_and_write(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return write(*args)
 
-    mock.patch.object(shard_writer, "_write", tell_and_write).start()
+    mock.patch.object(shard_writer, "_write_piece", tell_and_write).start()
     saver = ModelCheckpoint(folder, "best", monitor="val_loss")
     trainer = build(world_size, None, saver, val_check_interval=3, enable_checkpointing=True)
     try:

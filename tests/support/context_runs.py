@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.entries import EntryHooks, find_entries, find_sequences
+from boltmesh.strategies.context.entries import EntryHooks, find_entries
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.seq_shard import ContextState
@@ -67,7 +67,7 @@ def compare_model(
     entries = find_entries(cut, analysis, tuple(blocks))
     assert entries, "no sequence"
     state = ContextState(world(), **options)
-    tokenwise = find_tokenwise(analysis, find_sequences(analysis)[0])
+    tokenwise = find_tokenwise(analysis)
     TokenwiseModules(cut, tokenwise, state, tile=tile)
     hooks = EntryHooks(cut, entries, state)
     hooks.is_on = True

@@ -50,7 +50,7 @@ class _DieInSave(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step == self.steps:
-            mock.patch.object(shard_writer, "_write", die).start()
+            mock.patch.object(shard_writer, "_write_piece", die).start()
 
 
 class KillAt(Callback):

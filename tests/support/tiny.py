@@ -184,7 +184,7 @@ class KillInCopy(Callback):
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        vars(host_part)["write_manifest"] = kill
+        vars(host_part)["complete_directory"] = kill
 
 
 class KillBeforeLog(Callback):

@@ -8,7 +8,9 @@ checkpoint. Object stores put files atomically. To replace a complete folder, th
 written to a subfolder, and the new last file, which names it, replaces the old one in a single put;
 the files that the old one named are deleted afterwards.
 
-``folder_at`` returns the folder at a path or an address.
+``folder_at`` returns the folder at a path or an address; ``str`` gives that back. Several ranks
+write a draft: the first one calls ``begin``, the others ``joins``, all create files, and the first
+calls ``finish``. Then the folder is complete, and replaces a previous one.
 """
 
 import errno
@@ -17,9 +19,9 @@ import shutil
 import stat
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, cast
+from typing import IO, Any, NamedTuple, cast
 from uuid import uuid4
 
 from typing_extensions import override
@@ -54,74 +56,13 @@ class DraftStart(NamedTuple):
     save: str
     """Random id of this save."""
     name: str
-    """Name under which the folder is written."""
+    """Name, or path on a remote file system, under which the folder is written."""
     within: str
     """Prefix of the files within the folder: ``""``, or the name of a subfolder and ``/``."""
 
 
-class Folder(Protocol):
-    """A folder to read; ``str`` returns its path or address."""
-
-    def is_there(self) -> bool:
-        """Whether there is a folder, complete or not."""
-
-    def size(self, name: str) -> int:
-        """Return the bytes of a file; a missing one is a FileNotFoundError."""
-
-    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return bytes of a file, fewer at its end; a missing one is a FileNotFoundError."""
-
-    def inside(self, within: str) -> "Folder":
-        """Return the folder in which the files are, see ``DraftStart``."""
-
-    def draft(self) -> "Draft":
-        """Return the draft of a new folder with this name."""
-
-    def remove(self) -> None:
-        """Delete the folder; an incomplete deletion leaves nothing that looks like a checkpoint."""
-
-
-class Draft(Protocol):
-    """A folder that several ranks write.
-
-    The first rank calls ``begin``, the others ``joins``, all create files, and the first calls
-    ``finish``.
-    """
-
-    @property
-    def within(self) -> str:
-        """See ``DraftStart``; known once it has begun."""
-
-    @property
-    def save(self) -> str:
-        """See ``DraftStart``; known once it has begun."""
-
-    def begin(self) -> DraftStart:
-        """Create the folder, and delete the remains of killed saves."""
-
-    def joins(self, start: DraftStart) -> bool:
-        """Join the folder that the first rank has begun; False if this rank does not see it."""
-
-    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a new file for writing; it is flushed to its medium when the context ends."""
-
-    def size(self, name: str) -> int:
-        """Return the size of a file that any rank has created."""
-
-    def finish(self, last: bytes, names: Collection[str]) -> None:
-        """Write ``LAST``; then the folder is complete, and replaces a previous one.
-
-        Args:
-            last: Its content.
-            names: All other files of the folder.
-        """
-
-    def abandon(self) -> None:
-        """Delete the files of this draft; a previous folder is kept."""
-
-
 class LocalFolder:
-    """A ``Folder`` on a local or mounted disk.
+    """A folder on a local or mounted disk.
 
     Args:
         path: Its path.
@@ -140,12 +81,12 @@ class LocalFolder:
         return self._path.is_dir()
 
     def size(self, name: str) -> int:
-        """Return the size of a file."""
+        """Return the bytes of a file; a missing one is a FileNotFoundError."""
         with self._open(name) as file:
             return os.fstat(file.fileno()).st_size
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return bytes of a file."""
+        """Return bytes of a file, fewer at its end; a missing one is a FileNotFoundError."""
         with naming(self._path / name), self._open(name) as file:
             file.seek(start)
             if length is not None:  # a forged one would reserve memory
@@ -164,7 +105,11 @@ class LocalFolder:
         return file
 
     def inside(self, within: str) -> "LocalFolder":
-        """Return the folder of the files, a subfolder in copies of some remote checkpoints."""
+        """Return the folder of the files, a subfolder in copies of some remote checkpoints.
+
+        Args:
+            within: See ``DraftStart``.
+        """
         return LocalFolder(self._path / within) if within else self
 
     def draft(self) -> "LocalDraft":
@@ -177,13 +122,14 @@ class LocalFolder:
 
 
 class LocalDraft:
-    """A ``Draft`` that is renamed when it is finished.
+    """A folder that is renamed when it is finished.
 
     Args:
         target: Its final name.
     """
 
     within = ""
+    """See ``DraftStart``, like ``save``; both are known once it has begun."""
     save = ""
 
     def __init__(self, target: Path) -> None:
@@ -191,7 +137,7 @@ class LocalDraft:
         self._partial = partial_path(target)
 
     def begin(self) -> DraftStart:
-        """Create the folder under its temporary name."""
+        """Create the folder under its temporary name, and delete the remains of killed saves."""
         self.save = uuid4().hex
         self._target.parent.mkdir(parents=True, exist_ok=True)
         remove_killed_saves(self._target)
@@ -200,7 +146,7 @@ class LocalDraft:
         return DraftStart(self.save, self._partial.name, self.within)
 
     def joins(self, start: DraftStart) -> bool:
-        """Check that the folder exists."""
+        """Join the folder that the first rank has begun; False if this rank does not see it."""
         self.save = start.save
         self._partial = self._target.with_name(start.name)
         return self._mark.exists()
@@ -222,7 +168,12 @@ class LocalDraft:
         return (self._partial / name).stat().st_size
 
     def finish(self, last: bytes, names: Collection[str]) -> None:
-        """Write the last file and rename the folder."""
+        """Write the last file and rename the folder.
+
+        Args:
+            last: Content of ``LAST``.
+            names: All other files of the folder.
+        """
         with self.create(LAST) as file:
             file.write(last)
         self._mark.unlink()
@@ -230,12 +181,12 @@ class LocalDraft:
         replace(self._partial, self._target)
 
     def abandon(self) -> None:
-        """Delete the folder."""
+        """Delete the folder; a previous one is kept."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
 class RemoteFolder:
-    """A ``Folder`` at an address.
+    """A folder at an address.
 
     Args:
         address: With its protocol, for example ``s3://bucket/name.ckpt``.
@@ -286,7 +237,7 @@ class RemoteFolder:
 
 
 class RemoteDraft:
-    """A ``Draft`` that its last file completes.
+    """A folder that its last file completes.
 
     Args:
         address: For messages.
@@ -327,8 +278,8 @@ class RemoteDraft:
         return DraftStart(self.save, self._path, self.within)
 
     def joins(self, start: DraftStart) -> bool:
-        """Check that the mark exists."""
-        self.save, _, self.within = start
+        """Join the folder that the first rank has begun; False if this rank does not see it."""
+        self.save, self._path, self.within = start
         return kind_at(self._system, self._mark) is not None
 
     @property
@@ -404,6 +355,12 @@ class _RemoteFile:
 
     def flush(self) -> None:
         """No effect: it would send a small part, which object stores allow only as the last."""
+
+
+Folder = LocalFolder | RemoteFolder
+"""A folder to read."""
+Draft = LocalDraft | RemoteDraft
+"""A folder that several ranks write."""
 
 
 def folder_at(place: str | Path) -> Folder:

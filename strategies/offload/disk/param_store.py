@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.strategies.offload.disk.swap_file import Extent, Swap
-from boltmesh.strategies.offload.disk.transfer import Ticket, TransferWaiter
+from boltmesh.strategies.offload.disk.transfer import CPU, TransferWaiter
 from boltmesh.strategies.offload.host_memory import RangeAllocator, allocate_host, round_up
 from boltmesh.strategies.offload.store_api import AccessTrace, ParameterStore
 from boltmesh.strategies.offload.streams import DeviceCopy, copy_stream
@@ -53,8 +53,6 @@ class HeldShard:
         if self.copy is not None:
             self.copy.drop()
 
-
-CPU = torch.device("cpu")
 
 WINDOW_BYTES = 64 << 20
 """Default size of the window: what a disk that reads 3.5 GB/s reads in about 20 ms."""
@@ -323,13 +321,3 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
         self._swap.write(
             self._shards[index].extent, held.buffer, on_done=partial(self._finish, finish)
         )
-
-    def _finish(self, finish: Callable[[], None], ticket: Ticket) -> None:
-        """Finish a transfer, on a thread of the pool."""
-        with self._changed:
-            self._error = self._error or ticket.error
-            try:
-                finish()
-            except BaseException as error:  # noqa: BLE001 - the training thread raises it
-                self._error = self._error or error
-            self._changed.notify_all()

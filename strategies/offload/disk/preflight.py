@@ -141,12 +141,7 @@ def announce_disks(
 ) -> None:
     """Log the speed of the disks once, on the first rank.
 
-    Collective over ``group``.
-
-    Args:
-        report: This rank's report; None when it stores nothing on a disk.
-        group: All ranks that train together.
-        recorder: Receives the line as an event.
+    Collective over ``group``. ``report`` is None on a rank that stores nothing on a disk.
     """
     reports = gather_objects(report, group)
     known = [each for each in reports if each is not None]
@@ -157,11 +152,7 @@ def announce_disks(
 
 
 def preflight_line(reports: Sequence[DiskReport]) -> str:
-    """Format one line for all ranks: figures of the first rank's host, time of the slowest rank.
-
-    Args:
-        reports: Reports of every rank that uses a disk.
-    """
+    """Format one line for all ranks: figures of the first rank's host, time of the slowest rank."""
     first = reports[0]
     here = [each for each in reports if each.host == first.host]
     ranks = "1 rank takes" if len(here) == 1 else f"{len(here)} ranks take"
@@ -196,11 +187,8 @@ def _times(reports: Sequence[DiskReport]) -> str:
 
 
 def _scratch(offset: int, num_bytes: int) -> Extent:
-    return Extent("the sample of the preflight", offset, num_bytes, [None] * _blocks(num_bytes))
-
-
-def _blocks(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES)
+    num_blocks = -(-num_bytes // BLOCK_BYTES)
+    return Extent("the sample of the preflight", offset, num_bytes, [None] * num_blocks)
 
 
 def _seconds(begin: Callable[[], list[Ticket]], duration_s: float) -> float:

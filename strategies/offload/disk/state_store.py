@@ -66,11 +66,6 @@ class DiskStateStore(TransferWaiter, StateStore):
 
     The first error of any transfer is raised by every later call except ``close``: state that did
     not reach the disk completely is never returned.
-
-    Args:
-        swap: The rank's file; closed with the last store that uses it.
-        device: Compute device. For CUDA the buffers are page-locked.
-        num_buffers: Chunks in memory.
     """
 
     def __init__(self, swap: Swap, *, device: torch.device, num_buffers: int = NUM_BUFFERS) -> None:
@@ -259,15 +254,10 @@ class DiskStateStore(TransferWaiter, StateStore):
         extent = self._chunks[chunk].extent
         held.is_moving, held.is_empty = True, False
 
-        def finish(ticket: Ticket) -> None:
-            with self._changed:
-                held.is_moving = False
-                self._error = self._error or ticket.error
-                try:
-                    if self._error is None and not self._is_closed:
-                        self._follow_hints()
-                except BaseException as error:  # noqa: BLE001 - the training thread raises it
-                    self._error = error
-                self._changed.notify_all()
+        def finish() -> None:
+            held.is_moving = False
+            if self._error is None and not self._is_closed:
+                self._follow_hints()
 
-        transfer(extent, held.buffer[: extent.num_bytes], on_done=finish)
+        on_done = partial(self._finish, finish)
+        transfer(extent, held.buffer[: extent.num_bytes], on_done=on_done)

@@ -155,12 +155,6 @@ class Extent:
 class SwapFile:
     """An open file and the allocation of its ranges.
 
-    Args:
-        folder: Existing folder for the file.
-        num_bytes: Space to allocate now. ``allocate`` extends it if needed.
-        rank: Owner of the file, for its name and for messages.
-        calls: System calls, which a test may replace.
-
     Raises:
         ConfigError: When there is no such folder.
         OffloadError: When the file cannot be created or extended.

@@ -176,3 +176,13 @@ class TransferWaiter:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _finish(self, finish: Callable[[], None], ticket: Ticket) -> None:
+        """Finish a transfer, on a thread of the pool."""
+        with self._changed:
+            self._error = self._error or ticket.error
+            try:
+                finish()
+            except BaseException as error:  # noqa: BLE001 - the training thread raises it
+                self._error = self._error or error
+            self._changed.notify_all()

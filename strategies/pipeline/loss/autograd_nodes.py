@@ -129,11 +129,16 @@ def is_transparent(node: Node) -> bool:
     return node.name() in _TRANSPARENT
 
 
-def is_none(loss: Tensor) -> bool:
-    """Whether a step has nothing to learn: its loss, shape ``()``, has no graph or a factor 0."""
-    node = loss.grad_fn
+def behind_transparent(node: Node | None) -> Node | None:
+    """Return the first node from here on that is not transparent."""
     while node is not None and is_transparent(node):
         node = node.next_functions[0][0]
+    return node
+
+
+def is_none(loss: Tensor) -> bool:
+    """Whether a step has nothing to learn: its loss, shape ``()``, has no graph or a factor 0."""
+    node = behind_transparent(loss.grad_fn)
     factor = None if node is None else factor_of(node)
     return node is None or (factor is not None and factor.is_zero)
 

@@ -95,14 +95,14 @@ def note(microbatch: int, value: Any, options: Mapping[str, Any]) -> Noted:
     """
     with functions_unwatched():  # the step is watched, and these calls are not part of it
         tensor = torch.as_tensor(value)
-        term_count = _count_of(tensor)
+        count, is_sum, is_certain = _count_of(tensor)
         batch_size = options.get("batch_size")
         return Noted(
             microbatch,
             tensor.detach().double().reshape(()),
-            None if term_count is None else term_count.count,
-            is_sum=term_count is not None and term_count.is_sum,
-            is_certain=term_count is not None and term_count.is_certain,
+            count,
+            is_sum=is_sum,
+            is_certain=is_certain,
             is_integer=not tensor.is_floating_point() and tensor.dtype != torch.bool,
             precision=3e-2 if tensor.dtype in {torch.float16, torch.bfloat16} else 1e-3,
             batch_size=None if batch_size is None else float(batch_size),
@@ -110,34 +110,24 @@ def note(microbatch: int, value: Any, options: Mapping[str, Any]) -> Noted:
         )
 
 
-@dataclass(frozen=True)
-class _TermCount:
-    """Count of the terms of a scalar, as far as its graph shows it."""
+def _count_of(value: Tensor) -> tuple[Tensor | float | None, bool, bool]:
+    """Return a scalar's count, whether it is a sum, and whether its graph alone proves that.
 
-    count: Tensor | float
-    is_sum: bool
-    is_certain: bool
-    """Whether the graph alone proves it."""
-
-
-def _count_of(value: Tensor) -> _TermCount | None:
-    """Return the count of a scalar with a graph; None if its graph does not show it."""
-    if value.grad_fn is None:
-        return None
+    The count is None if the graph does not show it.
+    """
+    unknown = None, False, False
     try:
         terms = list(terms_of(value.grad_fn, Form(), lambda _: Source(rows=True)))
     except ConfigError:
-        return None
-    if not terms or not all(each.is_reduced for each in terms):
-        return None
+        return unknown
     sums = {each.reductions == {"sum"} and not each.divisors for each in terms}
-    if len(sums) > 1:
-        return None
+    if len(sums) != 1 or not all(each.is_reduced for each in terms):
+        return unknown
     try:
         is_certain = bool([kind_alone(each, 1) for each in terms])
     except ConfigError:
         is_certain = False
-    return _TermCount(0.0 if is_none(value) else terms[0].counting().count, sums.pop(), is_certain)
+    return 0.0 if is_none(value) else terms[0].counting().count, sums.pop(), is_certain
 
 
 def returned_numbers(microbatch: int, result: Any) -> dict[Key, Noted]:

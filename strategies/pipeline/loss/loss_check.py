@@ -88,7 +88,6 @@ class LossChecks:
         self._rules: dict[Key, _CheckedRule] = {}
         self._batch_sizes: dict[Key, bool] = {}
         """Whether microbatches log a key with the batch's ``batch_size`` rather than their own."""
-        self._warned: set[Key] = set()
 
     def of_step(self, trial: Callable[[], Trial]) -> "StepLossCheck":
         """Return the checks for one step.
@@ -236,9 +235,6 @@ class LossChecks:
         )
 
     def _warn(self, key: Key, cut: TrialCut) -> None:
-        if key in self._warned:
-            return
-        self._warned.add(key)
         warnings.warn(
             f"training_step {_described(key)}, which for a batch is neither the mean, the sum, the "
             f"largest nor the smallest of what it is for the batch's microbatches, nor a power or "
@@ -308,7 +304,13 @@ def _runs(cut: TrialCut) -> list[TrialPart]:
 
 def _fitting(key: Key, cuts: Sequence[TrialCut]) -> list[LogRule]:
     """Return the rules that give the whole's value in all cuts; of equivalent ones, the first."""
-    noted = [_noted(key, cut) for cut in cuts]
+    noted = [
+        [
+            replace(part.outcome.logged[key], microbatch=number)
+            for number, part in enumerate(cut.parts)
+        ]
+        for cut in cuts
+    ]
     weights = [
         MicrobatchWeights(
             {number: cut.weights.get(number, 0.0) for number in range(len(cut.parts))},
@@ -345,13 +347,6 @@ def _rows_to_look_at(
     number = max(noted, key=lambda each: abs(float(each.value))).microbatch
     start = int(sum(weights.rows.get(each, 0.0) for each in range(number)))
     return [(start + each) % num_rows for each in range(num_rows)]
-
-
-def _noted(key: Key, cut: TrialCut) -> list[Noted]:
-    return [
-        replace(part.outcome.logged[key], microbatch=number)
-        for number, part in enumerate(cut.parts)
-    ]
 
 
 def _is_equal(value: float, whole: float, noted: Sequence[Noted]) -> bool:

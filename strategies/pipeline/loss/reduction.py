@@ -328,11 +328,6 @@ def terms_of(start: Node | None, form: Form, source_of: SourceOf | None = None) 
             pending.append(branch)
 
 
-def behind_transparent(node: Node | None) -> Node | None:
-    """Return the first node from here on that is not transparent."""
-    return _Position(node).move_behind_transparent()
-
-
 def _visit(position: _Position, source_of: SourceOf, *, is_full: bool) -> Visit:
     """Decide how a new node is read."""
     node = position.node

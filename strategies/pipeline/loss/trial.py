@@ -16,10 +16,12 @@ from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.pipeline.loss.autograd_nodes import gradients_of
 from boltmesh.strategies.pipeline.loss.log_rules import Key, Noted, returned_numbers
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
+from boltmesh.strategies.pipeline.merge import tail_of
 from boltmesh.strategies.pipeline.microbatch import Rows, pick
-from boltmesh.strategies.pipeline.microbatch_runs import Around
+from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
+from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.step_report import StepLogs
 from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.torch_compat.tensors import DispatchMode, schema_of
@@ -222,46 +224,36 @@ class Trial(Protocol):
 
 
 class TailTrial:
-    """The end of a LightningModule's step, behind its last unit, on the last stage's rank."""
+    """The end of a LightningModule's step, behind its last unit, on the last stage's rank.
+
+    Args:
+        plans: Stages of the module.
+        step: The step and its batch.
+        rows: Rows of the batch.
+        around: The precision context.
+        device: Device that it runs on.
+    """
 
     def __init__(
         self,
-        module: LightningModule,
         plans: StagePlans,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        around: Around,
-        seed: int,
+        step: MicrobatchRun,
         rows: Rows,
+        around: Around,
         device: torch.device,
     ) -> None:
-        """Set the step and the batch.
-
-        Args:
-            module: The LightningModule.
-            plans: Plans of its stages.
-            args: Positional arguments of ``training_step``; the first is the batch.
-            kwargs: Keyword arguments of ``training_step``.
-            around: The precision context.
-            seed: Seed of the step's random numbers.
-            rows: Rows of the batch.
-            device: Device that it runs on.
-        """
         self.num_rows = rows.count
-        self._rows = rows
-        self._module = module
-        self._plans = plans
-        self._args = args
-        self._kwargs = kwargs
-        self._around = around
-        self._seed = seed
         self.device = device
         self.largest = plans.boundaries.largest
+        self._module: Any = plans.root
+        self._plans = plans
+        self._step = step
+        self._rows = rows
+        self._around = around
 
     def rows(self, numbers: Sequence[int]) -> Any:
         """Return some rows of the batch."""
-        return pick(self._args[0], self._rows, numbers)
+        return pick(self._step.batch, self._rows, numbers)
 
     def values_in(self, part: Any) -> tuple[tuple[ValueSpec, bool], ...]:
         """Return specs of the values that the end of the step uses, for some rows."""
@@ -273,12 +265,12 @@ class TailTrial:
         self, part: Any, values: Sequence[Tensor], during: AbstractContextManager[None]
     ) -> TrialOutcome:
         """Run the end of the step once; arguments as for ``Trial.run``."""
-        logs = _TrialLogs(self._module)
+        logs, step = _TrialLogs(self._module), self._step
         with self._untraced(), torch.enable_grad():
             end = self._tail(part)
             with logs.of_microbatch(0), during:
                 result = end.forward(
-                    tuple(values), (part, *self._args[1:]), self._kwargs, seed=self._seed
+                    tuple(values), (part, *step.rest), step.kwargs, seed=step.seeds[0]
                 )
         loss = result.get("loss") if isinstance(result, Mapping) else result
         logs.read()
@@ -286,9 +278,8 @@ class TailTrial:
         sizes = {key: size for key, each in logs.batch_sizes().items() for size in each.values()}
         return TrialOutcome(loss, logged | returned_numbers(0, result), sizes)
 
-    def _tail(self, part: Any) -> Any:
-        plans, rest = self._plans, self._args[1:]
-        return plans.tail("training_step", part, *rest, kwargs=self._kwargs, seed=self._seed).end
+    def _tail(self, part: Any) -> StageRun:
+        return tail_of(self._plans, replace(self._step, parts=[part]), 0).end
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from typing_extensions import override
 
-from boltmesh.strategies.pipeline.loss.autograd_nodes import is_none
+from boltmesh.strategies.pipeline.loss.autograd_nodes import behind_transparent, is_none
 from boltmesh.strategies.pipeline.loss.reduction import (
     BatchLossError,
     Form,
     Kind,
     Term,
-    behind_transparent,
     kind_alone,
     read_open,
 )

@@ -28,7 +28,7 @@ from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split, named_split
 from boltmesh.strategies.pipeline.stage.event_stages import EventStages
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, place_of
-from boltmesh.strategies.pipeline.stage.trace_step import LOGGING, without_weight_cache
+from boltmesh.strategies.pipeline.stage.trace_step import without_weight_cache
 from boltmesh.strategies.pipeline.stage.unit_outputs import key_of
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
 from boltmesh.strategies.pytree import is_constant, replace_tensors, tensors_in
@@ -171,9 +171,7 @@ def measure_units(
         stack.enter_context(without_weight_cache())
         forwards = {name: partial(timer.call, name, unit.forward) for name, unit in units.items()}
         stack.enter_context(ReplacedForwards(units, forwards))
-        for name in LOGGING:
-            if hasattr(root, name):
-                vars(root)[name] = noop
+        stack.enter_context(patched(root, log=noop, log_dict=noop))
         seed_random_state(seed, device)
         stack.enter_context(torch.no_grad())
         try:

@@ -37,7 +37,6 @@ from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, StagePlans
 from boltmesh.strategies.pipeline.stage.trace import (
     StepTrace,
     TensorSpec,
-    UnitOutput,
     refuse_writes,
 )
 from boltmesh.strategies.pipeline.stage.trace_step import trace_step
@@ -53,7 +52,8 @@ class StageAssignment:
     stages: tuple[tuple[UnitCost, ...], ...]
     """The units of each stage, in the order of their calls."""
     ranks_of_parameter: Mapping[str, tuple[int, ...]]
-    """Pipeline ranks that hold a parameter, by its first name; the first counts it in norms."""
+    """Pipeline ranks that hold a parameter, by its first name, for all parameters of the module;
+    the first counts it in norms."""
     rank_of_buffer: Mapping[str, int]
     """Pipeline rank that has the model's value of a buffer, by each of the buffer's names."""
     loose_buffers: tuple[str, ...]
@@ -63,8 +63,6 @@ class StageAssignment:
     backward pass; None if unknown."""
     sees_one_value: bool
     """Whether a batch norm has one value per channel of a row, and so no moments of one row."""
-    parameters: tuple[str, ...]
-    """Names of the module's parameters, to check that ranks have the same module."""
 
     def rank_of_state(self, name: str) -> int:
         """Return the pipeline rank that has the model's value of state other than parameters.
@@ -182,29 +180,22 @@ def divide(
 ) -> tuple[StageAssignment, StagePlans]:
     """Cut a model into stages, from a trace of a step with one microbatch.
 
-    Args:
-        module: The whole model; its values do not change.
-        step: The method that is run as a pipeline, such as ``training_step``.
-        args: Positional arguments of the step.
-        rank_of_stage: The rank of each stage.
-        split: The user's argument.
-        seed: Seed of the step's random numbers.
-        device: Device that the model will run on.
-        budget: Memory of the ranks.
-        unmade: Parts of the model that are not materialized yet.
-        recomputed: Units whose forward pass runs again in the backward pass.
-        without_collectives: See ``PipelineContext``.
-        boundaries: See ``PipelineContext``.
+    Arguments as for :func:`place`, and as in ``PipelineContext``.
 
     Raises:
         ConfigError: The model cannot be cut so.
     """
     with without_collectives():
-        units, trace, outputs = _find_units(module, step, args, seed, len(rank_of_stage))
+        units, trace = _find_units(module, step, args, seed, len(rank_of_stage))
     uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
-    if not any(each.is_called for each in uses):
-        _refuse_to_train_nothing(module, step)
-    if step != TRAINING and sum(each.is_called for each in uses) < len(rank_of_stage):
+    num_called = sum(each.is_called for each in uses)
+    if step == TRAINING and not num_called:
+        raise ConfigError(
+            f"{type(module).__name__}.{step} calls none of the model's layers with the first "
+            f"batch, so there is nothing to make stages of. Call the layers that it trains in "
+            f"{step}, by themselves or through self(...), or use bolt_ddp."
+        )
+    if step != TRAINING and num_called < len(rank_of_stage):
         uses = units_in_model_order(units)  # a test of an encoder alone: place the other units too
     seconds = None
     if split == "measured":
@@ -231,7 +222,7 @@ def divide(
     rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
     last_rank = rank_of_stage[-1]
     unit_of_buffer = _units_of_buffers(module, units)
-    used = _used_parameters(plans, step, args, seed, trace, outputs)
+    used = _used_parameters(plans, step, args, seed, trace)
     division = StageAssignment(
         rank_of_stage=tuple(rank_of_stage),
         stage_of_unit=stage_of_unit,
@@ -246,19 +237,8 @@ def divide(
             None if trace is None else kept_by_stage(trace, stage_of_unit, plans.weight_only)
         ),
         sees_one_value=trace is not None and trace.sees_one_value,
-        parameters=tuple(name for name, _ in module.named_parameters()),
     )
     return division, plans
-
-
-def _refuse_to_train_nothing(module: Module, step: str) -> None:
-    """Refuse training without any unit; an evaluation without units runs on every rank."""
-    if step == TRAINING:
-        raise ConfigError(
-            f"{type(module).__name__}.{step} calls none of the model's layers with the first "
-            f"batch, so there is nothing to make stages of. Call the layers that it trains in "
-            f"{step}, by themselves or through self(...), or use bolt_ddp."
-        )
 
 
 def _used_parameters(
@@ -267,12 +247,11 @@ def _used_parameters(
     args: tuple[Any, ...],
     seed: int,
     trace: StepTrace | None,
-    outputs: Mapping[Any, UnitOutput],
 ) -> list[frozenset[str]]:
     """Return the parameters that each stage uses in a step; empty if it cannot be cut."""
     try:
         if trace is not None:
-            plans.learn(step, args, trace, outputs)
+            plans.learn(step, args, trace)
         return [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
     except ConfigError:
         if step == TRAINING:
@@ -309,7 +288,7 @@ def _check_module(
             f"module and give the Trainer the run's checkpoint as ckpt_path."
         )
     own = dict(module.named_parameters())
-    differing = sorted(set(own) ^ set(division.parameters))
+    differing = sorted(own.keys() ^ division.ranks_of_parameter.keys())
     if differing:
         raise ConfigError(
             f"{type(module).__name__} has other parameters on rank {group.rank()} of the pipeline "
@@ -331,7 +310,7 @@ def _check_module(
 
 def _find_units(
     module: Module, step: str, args: tuple[Any, ...], seed: int, num_stages: int
-) -> tuple[dict[str, Module], StepTrace | None, Mapping[Any, UnitOutput]]:
+) -> tuple[dict[str, Module], StepTrace | None]:
     """Return the units to divide, by name, and the result of :func:`_trace_costs` for them.
 
     A loss with parameters (a temperature, proxies of classes) is no layer but part of the end of
@@ -343,7 +322,7 @@ def _find_units(
         if units:
             refuse_too_few(list(units), num_stages)
         try:
-            trace, outputs = _trace_costs(module, units, step, args, seed)
+            trace = _trace_costs(module, units, step, args, seed)
         except UnitError as error:
             # A loss that reads the batch's labels, which are available at the end of a step.
             losses = {error.unit} & _without_layers(units)
@@ -355,7 +334,7 @@ def _find_units(
         else:
             losses = _without_layers(units) & (set() if trace is None else _scalar_units(trace))
             if not losses:
-                return units, trace, outputs
+                return units, trace
         units = {name: unit for name, unit in units.items() if name not in losses}
 
 
@@ -379,26 +358,20 @@ def _scalar_units(trace: StepTrace) -> set[str]:
 
 def _trace_costs(
     module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
-) -> tuple[StepTrace | None, Mapping[Any, UnitOutput]]:
-    """Return the trace of a step, and the outputs of its units.
-
-    The trace is None for an evaluation step that cannot be cut into stages.
-    """
-    outputs: dict[Any, UnitOutput] = {}
-    look = partial(
-        trace_step, module, units, step, args, seed=seed, counts_flops=True, remembered=outputs
-    )
+) -> StepTrace | None:
+    """Return the trace of a step; None for an evaluation step that cannot be cut into stages."""
+    look = partial(trace_step, module, units, step, args, seed=seed, counts_flops=True)
     try:
-        return look(notes_kept=True), outputs
+        return look(notes_kept=True)
     except (ConfigError, RuntimeError):
         pass
     try:
         # Under torch.func saved tensors cannot be recorded. Any other error is raised again.
-        return look(), outputs
+        return look()
     except ConfigError:
         if step == TRAINING:
             raise
-        return None, outputs
+        return None
 
 
 def _ranks_of_parameters(

@@ -22,9 +22,10 @@ independently of the inputs, and fail on outputs that are views and on weights t
 and after another one (torch 2.13).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,32 +102,20 @@ class _SplitGroup:
 
 
 class WeightsHalf:
-    """The second half of a backward pass, not yet run."""
+    """The second half of a backward pass, not yet run.
 
-    def __init__(self, groups: list[_SplitGroup]) -> None:
-        # Shared ones first: they pass through split points of others, whose buffers must exist.
-        self._groups = sorted(groups, key=lambda group: group.is_shared, reverse=True)
+    Args:
+        calls: Calls of autograd, in order; each is dropped once it is made.
+    """
+
+    def __init__(self, calls: Iterable[Callable[[], object]]) -> None:
+        self._calls = list(calls)
 
     def run(self) -> None:
         """Accumulate the parameters' gradients and free the graph."""
-        groups, self._groups = self._groups, []
-        while groups:
-            groups.pop(0).backward()
-
-
-class _WholeLater:
-    """A second half that is the whole backward pass, for a stage whose inputs need no gradient."""
-
-    def __init__(self, graph: StageGraph, grads: Grads) -> None:
-        self._left: tuple[StageGraph, Grads] | None = (graph, grads)
-
-    def run(self) -> None:
-        if self._left is not None:
-            (graph, grads), self._left = self._left, None
-            backward(graph, grads)
-
-
-Later = WeightsHalf | _WholeLater
+        calls, self._calls = self._calls, []
+        while calls:
+            calls.pop(0)()
 
 
 def backward(graph: StageGraph, grads: Grads) -> Grads:
@@ -145,7 +134,7 @@ def backward(graph: StageGraph, grads: Grads) -> Grads:
     return _take_gradients(graph.inputs)
 
 
-def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
+def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, WeightsHalf]:
     """Differentiate a stage's inputs before its matrices.
 
     See [Note: Two halves of a backward pass].
@@ -162,12 +151,12 @@ def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
     if not edges:
         return (None,) * len(graph.inputs), WeightsHalf([])
     if not leaves:
-        return (None,) * len(graph.inputs), _WholeLater(graph, grads)
+        return (None,) * len(graph.inputs), WeightsHalf([partial(backward, graph, grads)])
     walk = _StageWalk(
         [edge.node for edge in edges], [get_gradient_edge(each).node for each in leaves]
     )
     if not walk.path:
-        return (None,) * len(graph.inputs), _WholeLater(graph, grads)
+        return (None,) * len(graph.inputs), WeightsHalf([partial(backward, graph, grads)])
     if any(node.name() == _REENTRANT_CHECKPOINT for node in walk.following):
         return backward(graph, grads), WeightsHalf([])
 
@@ -190,7 +179,9 @@ def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
             retain_graph=True,
             inputs=[*leaves, *(leaf for group in now for leaf in group.leaves)],
         )
-    return _take_gradients(graph.inputs), WeightsHalf(_in_few_calls(walk, later))
+    return _take_gradients(graph.inputs), WeightsHalf(
+        group.backward for group in _in_few_calls(walk, later)
+    )
 
 
 def _take_gradients(inputs: Sequence[Tensor]) -> Grads:
@@ -323,4 +314,5 @@ def _in_few_calls(walk: _StageWalk, groups: Sequence[_SplitGroup]) -> list[_Spli
             call = joined.setdefault(key, _SplitGroup([], []))
             call.places += group.places
             call.leaves += group.leaves
+    # Shared ones first: they pass through split points of others, whose buffers must exist.
     return [*(group for group in groups if group.is_shared), *joined.values()]

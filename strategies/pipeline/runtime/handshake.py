@@ -19,7 +19,6 @@ beforehand, so that no sender waits for them.
 
 import contextlib
 import itertools
-from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -32,7 +31,7 @@ from boltmesh.failure_board import Deadline
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, explain_difference
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.pipeline.runtime.p2p import HostMessages, describe_specs, digest
-from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
+from boltmesh.strategies.pipeline.runtime.stage import Specs, ValueSpec
 from boltmesh.strategies.pipeline.runtime.timing import FIGURES, BubbleMeter
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 
@@ -41,34 +40,29 @@ class RowExchange:
     """Sends a row of each rank to all others, once. Every rank of the group makes one.
 
     Args:
-        group: Group on the CPU; None for a single rank.
+        group: Group on the CPU.
         length: Length of a row; equal on all ranks.
         dtype: Dtype of a row; equal on all ranks.
         tag: Distinguishes exchanges that are open at the same time.
     """
 
-    def __init__(
-        self, group: ProcessGroup | None, length: int, dtype: torch.dtype, *, tag: int
-    ) -> None:
-        self._group = group
-        self._messages = None if group is None else HostMessages(group)
+    def __init__(self, group: ProcessGroup, length: int, dtype: torch.dtype, *, tag: int) -> None:
+        self._messages = HostMessages(group)
         self._tag = tag
+        self._rank = group.rank()
+        self._others = [rank for rank in range(group.size()) if rank != self._rank]
+        self._rows = torch.empty((len(self._others), length), dtype=dtype)
         self._own: Tensor | None = None
         self._sends: list[Work] = []
-        self._receives: list[Work] = []
-        others = [] if group is None else [r for r in range(group.size()) if r != group.rank()]
-        self._rows = torch.empty((len(others), length), dtype=dtype)
-        self._others = others
-        for other, row in zip(others, self._rows, strict=True):
-            assert self._messages is not None
-            self._receives.append(self._messages.receive(row, other, tag))
+        self._receives = [
+            self._messages.receive(row, other, tag)
+            for other, row in zip(self._others, self._rows, strict=True)
+        ]
 
     def send(self, row: Tensor) -> None:
         """Send this rank's row, shape ``(length,)``; returns at once."""
         self._own = row  # its memory has to stay until it is sent
-        for other in self._others:
-            assert self._messages is not None
-            self._sends.append(self._messages.send(row, other, self._tag))
+        self._sends = [self._messages.send(row, other, self._tag) for other in self._others]
 
     def recv(self, deadline: Deadline) -> Tensor:
         """Wait for the other ranks, after ``send``.
@@ -79,7 +73,7 @@ class RowExchange:
         assert self._own is not None
         deadline.wait((*self._receives, *self._sends))
         self._receives, self._sends = [], []
-        before = 0 if self._group is None else self._group.rank()
+        before = self._rank
         return torch.cat([self._rows[:before], self._own[None], self._rows[before:]])
 
 
@@ -87,9 +81,6 @@ def exchange_size(length: int, dtype: torch.dtype, num_ranks: int) -> tuple[int,
     """Return the bytes and messages that a rank sends; it receives as many."""
     return length * dtype.itemsize * (num_ranks - 1), num_ranks - 1
 
-
-Specs = Mapping[tuple[int, int], tuple[ValueSpec, ...]]
-"""The values that a stage sends, or that it expects, by stage and microbatch."""
 
 _UNKNOWN: Final = -1
 

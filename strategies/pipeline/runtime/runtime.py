@@ -21,8 +21,8 @@ from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.pipeline.runtime.failure import describe_failure
 from boltmesh.strategies.pipeline.runtime.handshake import DisagreementError, Handshake
 from boltmesh.strategies.pipeline.runtime.p2p import StageTransport
-from boltmesh.strategies.pipeline.runtime.stage import PipelineStage
-from boltmesh.strategies.pipeline.runtime.step import Carried, PipelineStep, Specs, StepOutcome
+from boltmesh.strategies.pipeline.runtime.stage import PipelineStage, Specs
+from boltmesh.strategies.pipeline.runtime.step import Carried, PipelineStep, StepOutcome
 from boltmesh.strategies.pipeline.runtime.timing import BubbleMeter, OnChunk, build_spans
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 

@@ -1,6 +1,7 @@
 """``PipelineStage``, the runtime's interface of a stage; ``ValueSpec``, a value between stages."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,13 @@ class ValueSpec:
     def num_bytes(self) -> int:
         """Bytes of a message in one direction."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+Chunk = tuple[int, int]
+"""A stage and a microbatch."""
+
+Specs = Mapping[Chunk, tuple[ValueSpec, ...]]
+"""The values that a stage sends, or that it expects, by stage and microbatch."""
 
 
 class PipelineStage(Protocol):

@@ -23,13 +23,13 @@ from boltmesh.failure_board import Deadline
 from boltmesh.schedule_sim import RECEIVES, SENDS, Action
 from boltmesh.strategies.pipeline.runtime.backward import (
     Grads,
-    Later,
     StageGraph,
+    WeightsHalf,
     backward,
     backward_inputs,
 )
 from boltmesh.strategies.pipeline.runtime.p2p import StageTransport, check_outputs
-from boltmesh.strategies.pipeline.runtime.stage import PipelineStage, ValueSpec
+from boltmesh.strategies.pipeline.runtime.stage import Chunk, PipelineStage, Specs, ValueSpec
 from boltmesh.strategies.pipeline.runtime.timing import ChunkTimer
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 
@@ -53,12 +53,6 @@ def no_module_runs() -> Iterator[None]:
 
     with register_module_forward_pre_hook(refuse):
         yield
-
-
-Chunk = tuple[int, int]
-"""A stage and a microbatch."""
-
-Specs = Mapping[Chunk, tuple[ValueSpec, ...]]
 
 
 @dataclass
@@ -130,7 +124,7 @@ class PipelineStep:
         """Gradients of a stage's outputs that exist already."""
         self._to_send: dict[Action, tuple[Tensor, ...]] = {}
         self._graphs: dict[Chunk, StageGraph] = dict(carried.graphs)
-        self._later: dict[Chunk, Later] = {}
+        self._later: dict[Chunk, WeightsHalf] = {}
 
     def perform(self, action: Action) -> None:
         """Perform the next action."""

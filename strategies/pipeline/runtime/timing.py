@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
-from typing_extensions import override
 
 from boltmesh.schedule_sim import Action
 from boltmesh.strategies.object_collectives import gather_objects
@@ -39,57 +38,32 @@ DEVICE_STEPS_LATER: Final = 2
 _KEPT_OFFSETS: Final = 16
 
 
-def build_spans(device: torch.device, on_chunk: OnChunk, on_step: OnStep) -> "ChunkTimer":
-    """Return the timer for a device."""
-    spans = DeviceChunkTimer if device.type == "cuda" else HostChunkTimer
-    return spans(on_chunk, on_step)
-
-
-class ChunkTimer:
-    """Interface of the timers.
+class HostChunkTimer:
+    """Measures chunks that the host computes.
 
     Args:
         on_chunk: Called for each chunk.
         on_step: Called for each step with chunks, after all of its chunks.
     """
 
-    def __init__(self, on_chunk: OnChunk, on_step: OnStep = lambda *_: None) -> None:
+    def __init__(self, on_chunk: OnChunk, on_step: OnStep) -> None:
         self._on_chunk = on_chunk
         self._on_step = on_step
-
-    def begin(self) -> Any:
-        """Return a mark of the start of a chunk."""
-        raise NotImplementedError
-
-    def end(self, action: Action, start: Any) -> None:
-        """Record the end of a chunk that began at the mark ``start``."""
-        raise NotImplementedError
-
-    def end_step(self, number: int = 0) -> None:
-        """End the step of this number."""
-        raise NotImplementedError
-
-
-class HostChunkTimer(ChunkTimer):
-    """Measures chunks that the host computes."""
-
-    def __init__(self, on_chunk: OnChunk, on_step: OnStep = lambda *_: None) -> None:
-        super().__init__(on_chunk, on_step)
         self._first_ns = self._last_ns = self._busy_ns = 0
 
-    @override
     def begin(self) -> int:
+        """Return a mark of the start of a chunk."""
         return time.monotonic_ns()
 
-    @override
     def end(self, action: Action, start: int) -> None:
+        """Record the end of a chunk that began at the mark ``start``."""
         end = self._last_ns = time.monotonic_ns()
         self._first_ns = self._first_ns or start
         self._busy_ns += end - start
         self._on_chunk(action.stage, action.microbatch, action.kind, start, end)
 
-    @override
-    def end_step(self, number: int = 0) -> None:
+    def end_step(self, number: int) -> None:
+        """End the step of this number."""
         if self._first_ns:
             self._on_step(number, self._first_ns, self._last_ns, self._busy_ns)
         self._first_ns = self._last_ns = self._busy_ns = 0
@@ -106,8 +80,8 @@ class _Chunk(NamedTuple):
     end: _Mark
 
 
-class DeviceChunkTimer(ChunkTimer):
-    """Measures chunks that run asynchronously on a device.
+class DeviceChunkTimer:
+    """Measures chunks that run asynchronously on a device; see ``HostChunkTimer``.
 
     An event completes no earlier than the host records it. So the offset of the host's clock from
     the device's is at least the difference of the two times of any event, and exactly that of an
@@ -123,10 +97,11 @@ class DeviceChunkTimer(ChunkTimer):
     def __init__(
         self,
         on_chunk: OnChunk,
-        on_step: OnStep = lambda *_: None,
+        on_step: OnStep,
         make_event: Callable[[], Any] | None = None,
     ) -> None:
-        super().__init__(on_chunk, on_step)
+        self._on_chunk = on_chunk
+        self._on_step = on_step
         self._make_event = make_event or _cuda_event
         self._pool: list[Any] = []
         self._chunks: list[_Chunk] = []
@@ -135,19 +110,21 @@ class DeviceChunkTimer(ChunkTimer):
         """An event, and its time on the device's clock, which starts at the first event, in ns."""
         self._offsets: deque[int] = deque(maxlen=_KEPT_OFFSETS)
 
-    @override
     def begin(self) -> _Mark:
+        """Return a mark of the start of a chunk."""
         return self._mark()
 
-    @override
     def end(self, action: Action, start: _Mark) -> None:
+        """Record the end of a chunk that began at the mark ``start``."""
         self._chunks.append(_Chunk(action, start, self._mark()))
 
-    @override
-    def end_step(self, number: int = 0) -> None:
+    def end_step(self, number: int) -> None:
+        """End the step of this number."""
         self._steps.append((number, self._chunks))
         self._chunks = []
-        while len(self._steps) > DEVICE_STEPS_LATER and self._has_passed(self._steps[0][1]):
+        while len(self._steps) > DEVICE_STEPS_LATER and all(
+            chunk.end.event.query() for chunk in self._steps[0][1][-1:]
+        ):
             self._read(*self._steps.popleft())
 
     def _mark(self) -> _Mark:
@@ -155,10 +132,6 @@ class DeviceChunkTimer(ChunkTimer):
         host_ns = time.monotonic_ns()
         event.record()
         return _Mark(event, host_ns)
-
-    @staticmethod
-    def _has_passed(chunks: list[_Chunk]) -> bool:
-        return all(chunk.end.event.query() for chunk in chunks[-1:])
 
     def _read(self, number: int, chunks: list[_Chunk]) -> None:
         """Report a completed step, and return its events to the pool."""
@@ -201,6 +174,16 @@ class DeviceChunkTimer(ChunkTimer):
 
 def _cuda_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+ChunkTimer = HostChunkTimer | DeviceChunkTimer
+
+
+def build_spans(device: torch.device, on_chunk: OnChunk, on_step: OnStep) -> ChunkTimer:
+    """Return the timer for a device."""
+    if device.type == "cuda":
+        return DeviceChunkTimer(on_chunk, on_step)
+    return HostChunkTimer(on_chunk, on_step)
 
 
 MEAN_RUNS: Final = 256

@@ -14,7 +14,7 @@ from boltmesh.schedule_sim import (
     Timetable,
     carried,
     parse_actions,
-    peak_live_bytes,
+    peaks_by_stage,
     simulate,
 )
 from boltmesh.strategies.pipeline.options import PipelineOptions
@@ -191,11 +191,8 @@ class RankPrograms:
 
     def live(self, num_microbatches: int) -> tuple[int, ...]:
         """Return the most microbatches that each stage keeps at the same time."""
-        order = self._table(num_microbatches).order
-        return tuple(
-            peak_live_bytes(order[rank], [int(other == stage) for other in range(self.num_stages)])
-            for stage, rank in enumerate(self.rank_of_stage)
-        )
+        peaks = peaks_by_stage(self._table(num_microbatches).order)
+        return tuple(peaks[stage] for stage in range(self.num_stages))
 
     def order(self, num_microbatches: int) -> Order:
         """Return the order of computation on all ranks, for telemetry."""

@@ -144,14 +144,7 @@ class ScheduleTable:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, first to last."""
-        return self._stages[rank]
-
-    @cached_property
-    def _stages(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
-            for rank in range(self.num_ranks)
-        )
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
 
 _kinds: dict[str, ScheduleKind] = {}
@@ -270,11 +263,7 @@ def schedule_table(
 ) -> ScheduleTable:
     """Return the checked order of a schedule for given sizes.
 
-    Args:
-        name: One of :func:`schedules`.
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one optimizer step.
-        stages_per_rank: None for the schedule's default.
+    Arguments as for :func:`check_schedule`.
 
     Raises:
         ConfigError: The schedule does not support this size, or its order cannot be run.

@@ -16,10 +16,7 @@ from boltmesh.strategies.pipeline.stage.event_stages import (
 )
 from boltmesh.strategies.pipeline.stage.trace import (
     NO_EVENT,
-    MetricTrace,
     StepTrace,
-    TraceEvent,
-    UnitOutput,
     Value,
     write_refused,
 )
@@ -83,16 +80,11 @@ class StagePlan:
     """First event of the stage; the end of the step if the step is not in order."""
     is_in_order: bool
     """Whether the step calls no unit after one of a later stage."""
-    events: tuple[TraceEvent, ...]
-    unit_events: tuple[int, ...]
-    """The events that are calls of units, in order."""
+    trace: StepTrace
     stage_of_call: tuple[int, ...]
-    """The stage of each of these calls."""
-    outputs: dict[int, UnitOutput]
+    """The stage of each call of a unit, in the order of ``trace.unit_events()``."""
     written_outputs: frozenset[tuple[int, int]]
     """Event and leaf of unit outputs that the step changes in place."""
-    grad_queries: frozenset[tuple[int, int]]
-    """Event and leaf of unit outputs whose ``requires_grad`` the step reads."""
     handling: dict[int, EventPlan]
     last_watched: int
     """The last event between units that has to be matched by number; -1 if there is none."""
@@ -108,20 +100,12 @@ class StagePlan:
     """Whether each received value is, or may be, computed from the batch's data."""
     parameters: frozenset[str]
     """The parameters that this stage uses, by their first names."""
-    metrics: tuple[MetricTrace, ...]
-    """Calls of metrics in the whole step."""
-    draws_random: bool
-    """Whether random numbers between units need a stream apart from that of units."""
-    draws_host_random: bool
-    """The same for random numbers of numpy and Python."""
-    changed_buffers: Mapping[str, int] = field(default_factory=dict)
+    changed_buffers: Mapping[str, int]
     """Buffers outside of units that the step changes, with the stage that has their new values;
     ANY_STAGE if these depend on no unit."""
-    written_arguments: frozenset[int] = frozenset()
-    """Leaves of the step's arguments that it writes to."""
-    changed_attributes: frozenset[tuple[str, str]] = frozenset()
+    changed_attributes: frozenset[tuple[str, str]]
     """Attributes that the step changes on modules outside of units: module and name."""
-    attributes_of_last: frozenset[tuple[str, str]] = frozenset()
+    attributes_of_last: frozenset[tuple[str, str]]
     """Those of them that only the last stage keeps, because this one lacks some of their values."""
 
     @property
@@ -134,10 +118,10 @@ def plan_stages(
     trace: StepTrace,
     stage_of_unit: Mapping[str, int],
     parameters_of_unit: Mapping[str, frozenset[str]],
-    weight_only: frozenset[str] = frozenset(),
-    boundaries: StageBoundaries | None = None,
+    weight_only: frozenset[str],
+    boundaries: StageBoundaries,
     *,
-    trains: bool = False,
+    trains: bool,
 ) -> tuple[StagePlan, ...]:
     """Return the plans of all stages, first to last.
 
@@ -154,12 +138,12 @@ def plan_stages(
     Raises:
         ConfigError: The step cannot be cut there.
     """
-    cut = _StageCut(trace, stage_of_unit, weight_only, boundaries=boundaries)
+    cut = _StageCut(trace, stage_of_unit, weight_only, boundaries)
     cut.has_parameters_out = trains
     plans = [_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count)]
     for number, event in enumerate(trace.events):
         users = [plan.stage for plan in plans if event.writes in plan.parameters]
-        if event.writes and cut.stage_of_event(number) > min(users, default=0):
+        if event.writes and cut.stages.of(number) > min(users, default=0):
             raise write_refused(event.writes, event.place, "behind the stage that uses it")
     return tuple(plans)
 
@@ -168,26 +152,20 @@ def plan_tail(
     trace: StepTrace,
     stage_of_unit: Mapping[str, int],
     parameters_of_unit: Mapping[str, frozenset[str]],
-    weight_only: frozenset[str] = frozenset(),
-    recomputed: frozenset[int] = frozenset(),
-    boundaries: StageBoundaries | None = None,
+    weight_only: frozenset[str],
+    recomputed: frozenset[int],
+    boundaries: StageBoundaries,
 ) -> tuple[StagePlan, StagePlan]:
     """Return the last stage up to its last unit, and the tail behind it as a stage of its own.
 
-    Args:
-        trace: See :func:`plan_stages`.
-        stage_of_unit: See :func:`plan_stages`.
-        parameters_of_unit: See :func:`plan_stages`.
-        weight_only: See :func:`plan_stages`.
-        recomputed: Values of code between units, by their number in the trace, that the tail
-            computes again from their sources.
-        boundaries: See :func:`plan_stages`.
+    Arguments as for :func:`plan_stages`. The tail computes the values whose numbers in the trace
+    are in ``recomputed``, of code between units, again from their sources.
 
     Raises:
         ConfigError: The step cannot be cut there.
     """
     begin = trace.unit_events()[-1] + 1
-    cut = _StageCut(trace, stage_of_unit, weight_only, tail=begin, boundaries=boundaries)
+    cut = _StageCut(trace, stage_of_unit, weight_only, boundaries, tail=begin)
     cut.recompute({id(trace.values[number]) for number in recomputed})
     last, tail = (
         _StagePlanner(cut, stage, parameters_of_unit) for stage in (cut.count - 2, cut.count - 1)
@@ -203,21 +181,19 @@ class _StageCut:
         trace: StepTrace,
         stage_of_unit: Mapping[str, int],
         weight_only: frozenset[str],
+        boundaries: StageBoundaries,
         tail: int | None = None,
-        boundaries: StageBoundaries | None = None,
     ) -> None:
         self.trace = trace
-        self.divided = (boundaries or StageBoundaries()).dividing(trace)
+        self.divided = boundaries.dividing(trace)
         self.stages = EventStages(trace, stage_of_unit, weight_only)
-        self.calls, self.stage_of_call = self.stages.calls, self.stages.of_call
         self.count = max(stage_of_unit.values()) + 1
-        missing = set(range(self.count)) - set(self.stage_of_call)
+        missing = set(range(self.count)) - set(self.stages.of_call)
         if missing:
             raise ConfigError(
                 f"stage {min(missing)} of {self.count} runs no layer in this step: give it one of "
                 f"those that the step calls, or use fewer stages."
             )
-        self.is_in_order = self.stages.is_in_order
         self.begins = [self._begin_of(stage) for stage in range(self.count)]
         self._refuse_early_readings()
         self.has_parameters_out = self.has_tail = tail is not None
@@ -228,33 +204,29 @@ class _StageCut:
             self.begins.append(tail)
         self.alive = [self._alive_at(stage) for stage in range(self.count)]
         self.ends = [self._last_event_of(stage) for stage in range(self.count)]
-        if not self.is_in_order:
+        if not self.stages.is_in_order:
             refuse_changes_between_calls(trace, self.stages)
-
-    def stage_of_event(self, event: int) -> int:
-        """Return the stage of an event; events before the first unit run on the first stage."""
-        return self.stages.of(event)
 
     def _begin_of(self, stage: int) -> int:
         if stage == 0:
             return 0
-        if not self.is_in_order:
+        if not self.stages.is_in_order:
             return len(self.trace.events)
-        return self.calls[self.stage_of_call.index(stage)]
+        return self.stages.calls[self.stages.of_call.index(stage)]
 
     def _last_event_of(self, stage: int) -> int:
         """Return the last event that a stage has to run.
 
         It is a unit, makes a value to send or to put into a buffer, or writes to a received value.
         """
-        calls = zip(self.calls, self.stage_of_call, strict=True)
+        calls = zip(self.stages.calls, self.stages.of_call, strict=True)
         own = [event for event, at in calls if at == stage]
         sent = self.alive[stage + 1] if stage + 1 < self.count else []
         own += [each.made_at for each in sent if self.stages.of_value(each) == stage]
-        own += [e for e in self.trace.changed_buffers.values() if self.stage_of_event(e) == stage]
+        own += [e for e in self.trace.changed_buffers.values() if self.stages.of(e) == stage]
         for value in [*self.alive[stage], *sent]:
             writes = self.trace.writes.get(value.storage, ())
-            own += [write for write in writes if self.stage_of_event(write) <= stage]
+            own += [write for write in writes if self.stages.of(write) <= stage]
         return max(own, default=NO_EVENT)
 
     def _alive_at(self, stage: int) -> list[Value]:
@@ -266,8 +238,7 @@ class _StageCut:
             for value in self.trace.values
             if self.stages.of_value(value) < stage
             and (
-                any(self.stage_of_event(use) >= stage for use in value.uses)
-                or self._reads(stage, value)
+                any(self.stages.of(use) >= stage for use in value.uses) or self._reads(stage, value)
             )
             and (value.made_at != NO_EVENT or self._is_written_before(value, stage))
         ]
@@ -297,7 +268,7 @@ class _StageCut:
                 if each.made_at < value.made_at and value.made_at in each.uses
             ]
             is_here = all(
-                id(each) in on_last_stage or self.stage_of_event(each.made_at) >= self.count - 2
+                id(each) in on_last_stage or self.stages.of(each.made_at) >= self.count - 2
                 for each in sources
             )
             is_written = any(each.storage in self.trace.writes for each in (value, *sources))
@@ -317,7 +288,7 @@ class _StageCut:
 
     def _is_written_before(self, value: Value, stage: int) -> bool:
         writes = self.trace.writes.get(value.storage, ())
-        return any(self.stage_of_event(write) < stage for write in writes)
+        return any(self.stages.of(write) < stage for write in writes)
 
     def _refuse_unreachable(self, value: Value, stage: int) -> None:
         if value.is_side_effect:
@@ -339,7 +310,7 @@ class _StageCut:
             writes = [
                 each
                 for each in self.trace.writes.get(value.storage, ())
-                if self.stage_of_event(each) >= stage
+                if self.stages.of(each) >= stage
             ]
             others = [each for each in alive if each.storage == value.storage and each is not value]
             if writes and others:
@@ -352,14 +323,14 @@ class _StageCut:
 
     def reaches(self, stage: int, position: int) -> bool:
         """Return whether a stage runs the code behind the first ``position`` events."""
-        if self.is_in_order:
-            return self.stage_of_event(position - 1) <= stage
+        if self.stages.is_in_order:
+            return self.stages.of(position - 1) <= stage
         return stage == self.count - 1 or position <= self.ends[stage] + 1
 
     def _refuse_early_readings(self) -> None:
         for reading in self.trace.readings:
-            stage = self.stage_of_event(reading.event - 1)
-            is_between = not self.is_in_order and reading.event <= self.calls[-1]
+            stage = self.stages.of(reading.event - 1)
+            is_between = not self.stages.is_in_order and reading.event <= self.stages.calls[-1]
             if stage < self.count - 1 or is_between:
                 raise ConfigError(
                     f"{reading.name}() of {reading.origin} at {reading.place} looks at a value of "
@@ -396,20 +367,17 @@ class _StagePlanner:
                 self._at(value.made_at).keep[value.leaf] = numbers[id(value)]
         if self.cut.has_tail and self.stage == self.cut.count - 2:
             self._at(self.end - 1).ends = True
-        elif not self.is_last and not self.cut.is_in_order:
+        elif not self.is_last and not self.cut.stages.is_in_order:
             self._at(self.cut.ends[self.stage]).ends = True
         self._write()
         return StagePlan(
             stage=self.stage,
             num_stages=self.cut.count,
             begin=self.begin,
-            is_in_order=self.cut.is_in_order,
-            events=tuple(self.trace.events),
-            unit_events=self.cut.calls,
-            stage_of_call=self.cut.stage_of_call,
-            outputs=self.trace.outputs,
+            is_in_order=self.cut.stages.is_in_order,
+            trace=self.trace,
+            stage_of_call=self.cut.stages.of_call,
             written_outputs=self._written_outputs(),
-            grad_queries=frozenset(self.trace.grad_queries),
             handling=self.handling,
             last_watched=self.watched,
             copies=frozenset(self.copies),
@@ -419,18 +387,14 @@ class _StagePlanner:
             sent_numbers=tuple(numbers[id(each)] for each in sent),
             row_values=tuple(each.follows_batch for each in received),
             parameters=self._parameters(),
-            metrics=tuple(self.trace.metrics),
-            draws_random=self.trace.draws_random,
-            draws_host_random=self.trace.draws_host_random,
             changed_buffers={
-                name: ANY_STAGE if event == NO_EVENT else self.cut.stage_of_event(event)
+                name: ANY_STAGE if event == NO_EVENT else self.cut.stages.of(event)
                 for name, event in self.trace.changed_buffers.items()
             },
-            written_arguments=self.trace.written_arguments,
             changed_attributes=self.trace.changed_attributes,
             attributes_of_last=(
                 frozenset()
-                if self.is_last or self.cut.is_in_order
+                if self.is_last or self.cut.stages.is_in_order
                 else self.trace.attributes_of_units
             ),
         )
@@ -442,7 +406,7 @@ class _StagePlanner:
 
     def _receive(self, value: Value, slot: int, number: int) -> None:
         writes = self.trace.writes.get(value.storage, ())
-        own = [each for each in writes if self.cut.stage_of_event(each) >= self.stage]
+        own = [each for each in writes if self.cut.stages.of(each) >= self.stage]
         before = [each for each in writes if value.made_at < each and each not in own]
         if before:
             self._at(value.made_at).keep[value.leaf] = number
@@ -453,11 +417,7 @@ class _StagePlanner:
             self.copies.add(slot)
 
     def _write(self) -> None:
-        """Plan the step's writes to parameters.
-
-        Raises:
-            ConfigError: A write is between uses of its parameter.
-        """
+        """Plan the step's writes to parameters; refuse one between uses of its parameter."""
         counts: Counter[str] = Counter()
         for number, event in enumerate(self.trace.events[: self.end]):
             if not event.writes:
@@ -490,11 +450,11 @@ class _StagePlanner:
 
     def _parameters(self) -> frozenset[str]:
         used: set[str] = set()
-        for event, stage in zip(self.cut.calls, self.cut.stage_of_call, strict=True):
+        for event, stage in zip(self.cut.stages.calls, self.cut.stages.of_call, strict=True):
             if stage == self.stage:
                 used |= self.parameters_of_unit[self.trace.events[event].name]
         for number, each in enumerate(self.trace.events):
-            if each.parameters and self.cut.stage_of_event(number) == self.stage:
+            if each.parameters and self.cut.stages.of(number) == self.stage:
                 used |= each.parameters
         for number, names in self.trace.parameter_reads.items():
             if self.cut.reaches(self.stage, number):

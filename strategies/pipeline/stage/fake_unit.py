@@ -63,6 +63,8 @@ class FakeCall:
     """Whether a batch norm in it had one value per channel."""
     borrowed: list[Parameter] = field(default_factory=list)
     """Parameters of other modules that it used, such as those of a module among its arguments."""
+    saved: list[tuple[int | None, int]] = field(default_factory=list)
+    """Memory that autograd keeps of it, see ``SavedTensorWatch.saved_since``."""
 
 
 class UnitError(ConfigError):

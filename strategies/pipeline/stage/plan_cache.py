@@ -114,7 +114,7 @@ class _KnownSignature:
 
     traces: dict[tuple[Any, ...], StepTrace] = field(default_factory=dict)
     """Traces by the values that the step read from a batch."""
-    outputs: dict[Any, UnitOutput] = field(default_factory=dict)
+    outputs: dict[Hashable, UnitOutput] = field(default_factory=dict)
     """Outputs of units."""
     runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
     tails: dict[tuple[Any, ...], dict[frozenset[int], Tail]] = field(default_factory=dict)
@@ -248,7 +248,6 @@ class StagePlans:
         step: str,
         args: tuple[Any, ...],
         trace: StepTrace,
-        outputs: Mapping[Any, UnitOutput],
     ) -> None:
         """Add a trace of a batch, so that the step is not traced again for it.
 
@@ -256,13 +255,11 @@ class StagePlans:
             step: The name of the method.
             args: Its positional arguments.
             trace: The trace, made in the current modes of the model.
-            outputs: Outputs of units in the trace.
 
         Raises:
             ConfigError: The step cannot be cut so.
         """
         known = self._of_signature(self._state(step), args[0], args[1:], None)
-        known.outputs.update(outputs)
         self._note(known, step, trace)
 
     def _state(self, step: str) -> Hashable:
@@ -322,6 +319,7 @@ class StagePlans:
         if answers not in known.runs:
             runs = self._cut(step, trace)
             known.traces[answers], known.runs[answers] = trace, runs
+            known.outputs.update(trace.learned)
             known.forget_oldest()
         return answers
 

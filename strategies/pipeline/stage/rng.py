@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from boltmesh.strategies.random_state import seed_torch
+from boltmesh.strategies.random_state import seed_random_state, seed_torch
 
 STAGE_STRIDE = 0x9E3779B97F4A7C15
 """Distance of the seeds of adjacent stages: 2**64 over the golden ratio, as in SplitMix64."""
@@ -52,13 +52,14 @@ class RandomStreams:
         self.before: list[torch.Tensor] = []
         """States of torch's generators before the run, uint8 of shape ``(N,)`` each."""
         self.unit_state: list[torch.Tensor] | None = None
-        self.host = _HostStream(self.unit_seed) if is_mixed_on_host else None
+        self.is_mixed_on_host = is_mixed_on_host
+        self.host_state: tuple[Any, Any] | None = None
+        """States of the generators of Python and numpy behind the last unit."""
 
     def __enter__(self) -> None:
         """Draw from the stream of code between units until ``__exit__``."""
         self.before = self._state()
-        seed_torch(self.seed, self.device)
-        seed_host(self.seed)
+        seed_random_state(self.seed, self.device)
 
     def __exit__(self, *_: object) -> None:
         self._set(self.before)
@@ -66,16 +67,28 @@ class RandomStreams:
     @property
     def goes_on(self) -> bool:
         """Whether the next unit continues the stream of the last one without a switch."""
-        return self.unit_state is not None and not self.is_mixed and self.host is None
-
-    def around_unit(self) -> AbstractContextManager[None]:
-        """Return a context that draws from the stream of units."""
-        return self._around_unit() if self.host is None else self._around_unit_on_host(self.host)
+        return self.unit_state is not None and not (self.is_mixed or self.is_mixed_on_host)
 
     @contextmanager
-    def _around_unit_on_host(self, host: "_HostStream") -> Iterator[None]:
-        with self._around_unit(), host.inside():
+    def around_unit(self) -> Iterator[None]:
+        """Return a context that draws from the stream of units."""
+        on_host = self._around_unit_on_host() if self.is_mixed_on_host else nullcontext()
+        with self._around_unit(), on_host:
             yield
+
+    @contextmanager
+    def _around_unit_on_host(self) -> Iterator[None]:
+        with host_random_kept():
+            if self.host_state is None:
+                np.random.seed(self.unit_seed % 2**32)
+                random.seed(self.unit_seed)
+            else:
+                random.setstate(self.host_state[0])
+                np.random.set_state(self.host_state[1])
+            try:
+                yield
+            finally:
+                self.host_state = random.getstate(), np.random.get_state()
 
     @contextmanager
     def _around_unit(self) -> Iterator[None]:
@@ -106,12 +119,6 @@ class RandomStreams:
             torch.cuda.set_rng_state(states[1], self.device)
 
 
-def seed_host(seed: int) -> None:
-    """Seed the generators of numpy and Python."""
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
 def host_random_state() -> tuple[Any, Any]:
     """Return the states of the generators of numpy and Python, for comparison."""
     _, keys, position, *_ = np.random.get_state(legacy=True)
@@ -127,25 +134,3 @@ def host_random_kept() -> Iterator[None]:
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
-
-
-class _HostStream:
-    """The stream of numpy and Python inside of units."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.state: tuple[Any, Any] | None = None
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Return a context that draws from the stream of units."""
-        with host_random_kept():
-            if self.state is None:
-                seed_host(self.seed)
-            else:
-                random.setstate(self.state[0])
-                np.random.set_state(self.state[1])
-            try:
-                yield
-            finally:
-                self.state = random.getstate(), np.random.get_state()

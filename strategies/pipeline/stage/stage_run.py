@@ -30,24 +30,16 @@ from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.stage.cut import EventPlan, StageBoundaries, StagePlan
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import is_event
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
-from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, line_of_step
+from boltmesh.strategies.pipeline.stage.trace import (
+    Argument,
+    TensorSpec,
+    TraceEvent,
+    line_of_step,
+)
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, is_absent, one_element
 from boltmesh.strategies.pytree import is_immutable, own_arguments, take_apart
 from boltmesh.strategies.torch_compat.autograd import OwnFunctionMode
 from boltmesh.strategies.torch_compat.modules import distributions_unchecked
-
-
-def placeholder(spec: TensorSpec, *, is_written: bool) -> Tensor:
-    """Return a tensor in the place of one of another stage, with its shape, dtype and device.
-
-    Args:
-        spec: Layout of the tensor.
-        is_written: Whether the step writes into it. Otherwise all of its elements share one
-            element of memory, and an unexpected use shows as NaN in the loss.
-    """
-    if is_written:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    return one_element(spec.shape, spec.dtype, spec.device)
 
 
 class ParameterWrites:
@@ -105,6 +97,7 @@ class BetweenUnitsReplay(OwnFunctionMode):
     ) -> None:
         super().__init__()
         self.plan = plan
+        self.events = plan.trace.events
         self.handle = handle
         self.write = write
         self.position = 0
@@ -129,7 +122,7 @@ class BetweenUnitsReplay(OwnFunctionMode):
         """
         if self.position <= self.plan.last_watched and self.position != event:
             raise DivergenceError(
-                explain(self.plan, self.position, f"it calls {self.plan.events[event].name!r}")
+                explain(self.events, self.position, f"it calls {self.events[event].name!r}")
             )
         self.position = event + 1
 
@@ -139,7 +132,7 @@ class BetweenUnitsReplay(OwnFunctionMode):
     ) -> Any:
         event = self.position
         planned = self.plan.handling.get(event)
-        if planned is not None and planned.writes and name_of(func) == self.plan.events[event].name:
+        if planned is not None and planned.writes and name_of(func) == self.events[event].name:
             self.position = event + 1
             self.write(planned, partial(func, *args, **(kwargs or {})))
             return None if name_of(func) in {"data.__set__", "__setitem__"} else args[0]
@@ -155,17 +148,18 @@ class BetweenUnitsReplay(OwnFunctionMode):
         event = self.position
         if event > self.plan.last_watched:
             return result
-        expected = self.plan.events[event]
+        expected = self.events[event]
         if expected.is_unit or expected.name != name:
-            raise DivergenceError(explain(self.plan, event, f"it calls {name} ({line_of_step()})"))
+            raise DivergenceError(
+                explain(self.events, event, f"it calls {name} ({line_of_step()})")
+            )
         self.position = event + 1
         handling = self.plan.handling.get(event)
         return result if handling is None else self.handle(result, handling)
 
 
-def explain(plan: StagePlan, event: int, what: str) -> str:
+def explain(events: Sequence[TraceEvent], event: int, what: str) -> str:
     """Return a message for a step that differs from its trace."""
-    events = plan.events
     expected = f"{events[event].name} ({events[event].place})" if event < len(events) else "its end"
     return (
         f"the step does other things than for an earlier batch of the same shapes, or when it was "
@@ -177,32 +171,27 @@ def explain(plan: StagePlan, event: int, what: str) -> str:
 
 NOT_READY = object()
 NOTHING = EventPlan()
-NOT_DRAWING = nullcontext()
 
 
 class _NextStage(BaseException):
     """Ends the step where the next stage begins; no ``except Exception`` of a user catches it."""
 
 
+@dataclass(slots=True, eq=False)
 class _UnitCall:
     """Handling of one call of a unit by a stage."""
 
-    __slots__ = ("ends_run", "event", "handling", "is_own", "name", "numbers", "ready")
-
-    def __init__(
-        self, name: str, event: int, handling: EventPlan, *, is_own: bool, ends_run: bool
-    ) -> None:
-        self.name = name
-        self.event = event
-        self.handling = handling
-        self.is_own = is_own
-        """Whether this stage runs it."""
-        self.ends_run = ends_run
-        """Whether the stage's run ends here, because a later stage runs the call."""
-        self.ready: Any = NOT_READY
-        """Constant result of another stage's unit, if it has one."""
-        self.numbers: tuple[tuple[int, float], ...] = ()
-        """Numbers in its output, by leaf, for which later stages use the traced values."""
+    name: str
+    event: int
+    handling: EventPlan
+    is_own: bool
+    """Whether this stage runs it."""
+    ends_run: bool
+    """Whether the stage's run ends here, because a later stage runs the call."""
+    ready: Any = NOT_READY
+    """Constant result of another stage's unit, if it has one."""
+    numbers: tuple[tuple[int, float], ...] = ()
+    """Numbers in its output, by leaf, for which later stages use the traced values."""
 
 
 class StageRun:
@@ -214,8 +203,8 @@ class StageRun:
         units: Mapping[str, Module],
         step: str,
         plan: StagePlan,
-        boundaries: StageBoundaries | None = None,
-        writes: ParameterWrites | None = None,
+        boundaries: StageBoundaries,
+        writes: ParameterWrites,
     ) -> None:
         """Prepare the stage.
 
@@ -225,14 +214,15 @@ class StageRun:
             step: The name of the method.
             plan: Plan of the stage.
             boundaries: How values are sent from one stage to the next.
-            writes: Executes the step's writes to parameters; by default they are skipped.
+            writes: Executes the step's writes to parameters.
         """
-        self.boundaries = boundaries or StageBoundaries()
-        self.writes = writes or ParameterWrites()
+        self.boundaries = boundaries
+        self.writes = writes
         self.root = root
         self.units = units
         self.step = step
         self.plan = plan
+        self.trace = plan.trace
         self.device = next((each.device for each in root.parameters()), torch.device("cpu"))
         self.calls = [self._prepare(*each) for each in self._events_up_to_next_stage()]
         self._forwards = ReplacedForwards(
@@ -265,7 +255,7 @@ class StageRun:
         Raises:
             DivergenceError: The step calls other units than in its trace, or in another order.
         """
-        args, kwargs = own_arguments((args, dict(kwargs or {})), self.plan.written_arguments)
+        args, kwargs = own_arguments((args, dict(kwargs or {})), self.trace.written_arguments)
         self.received = list(map(self._prepare_received, range(len(received)), received))
         self.kept = dict(zip(self.plan.received_numbers, self.received, strict=True))
         self.remaining: Iterator[_UnitCall] = iter(self.calls)
@@ -275,13 +265,23 @@ class StageRun:
             if self.plan.last_watched < 0
             else BetweenUnitsReplay(self.plan, self._handle, self._write)
         )
-        self.streams = None if seed is None else self._streams(seed)
+        self.streams = (
+            None
+            if seed is None
+            else RandomStreams(
+                seed,
+                self.plan.stage,
+                self.device,
+                is_mixed=self.trace.draws_random,
+                is_mixed_on_host=self.trace.draws_host_random,
+            )
+        )
         try:
             with (
                 self.boundaries.running(),
                 distributions_unchecked(),
                 self._forwards,
-                NOT_DRAWING if self.streams is None else self.streams,
+                self.streams or nullcontext(),
             ):
                 result = self._run_step(args, kwargs)
             return self._finish(self.boundaries.whole(result))
@@ -306,13 +306,13 @@ class StageRun:
         count = len(stages)
         if self.plan.is_in_order:
             count = next((i + 1 for i, stage in enumerate(stages) if stage > 0), count)
-        return list(zip(self.plan.unit_events[:count], stages[:count], strict=True))
+        return list(zip(self.trace.unit_events()[:count], stages[:count], strict=True))
 
     def _prepare(self, event: int, stage: int) -> _UnitCall:
         handling = self.plan.handling.get(event, NOTHING)
-        name, ends_run = self.plan.events[event].name, stage > 0 and self.plan.is_in_order
+        name, ends_run = self.trace.events[event].name, stage > 0 and self.plan.is_in_order
         call = _UnitCall(name, event, handling, is_own=stage == 0, ends_run=ends_run)
-        output = self.plan.outputs[event]
+        output = self.trace.outputs[event]
         changes = [leaf for made_at, leaf in self.plan.written_outputs if made_at == event]
         has_arguments = any(isinstance(leaf, Argument) for leaf in output.leaves)
         is_other = not (call.is_own or call.ends_run)
@@ -328,13 +328,15 @@ class StageRun:
         return call
 
     def _stand_in(self, event: int, leaf: int) -> Any:
-        output = self.plan.outputs[event]
+        output = self.trace.outputs[event]
         made = output.leaves[leaf]
         if not isinstance(made, TensorSpec):
             return made
-        is_written = (event, leaf) in self.plan.written_outputs
-        stand_in = placeholder(made, is_written=is_written)
-        if output.needs_grad[leaf] and (event, leaf) in self.plan.grad_queries and not is_written:
+        if (event, leaf) in self.plan.written_outputs:
+            return made.empty()
+        # An unexpected use shows as NaN in the loss.
+        stand_in = one_element(made.shape, made.dtype, made.device)
+        if output.needs_grad[leaf] and (event, leaf) in self.trace.grad_queries:
             stand_in.requires_grad_()  # code between units reads it, as in VectorQuantize
         return stand_in
 
@@ -346,26 +348,14 @@ class StageRun:
         tensor = tensor.clone() if slot in self.plan.copies else tensor
         return self.boundaries.received(tensor, spec)
 
-    def _streams(self, seed: int) -> RandomStreams:
-        plan = self.plan
-        return RandomStreams(
-            seed,
-            plan.stage,
-            self.device,
-            is_mixed=plan.draws_random,
-            is_mixed_on_host=plan.draws_host_random,
-        )
-
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
             return self._forwards.own(name)(*args, **kwargs)
         call = next(self.remaining, None)
         if call is None or call.name != name:
-            event = len(self.plan.events) if call is None else call.event
-            raise DivergenceError(explain(self.plan, event, f"it calls {name!r}"))
+            event = len(self.trace.events) if call is None else call.event
+            raise DivergenceError(explain(self.trace.events, event, f"it calls {name!r}"))
         if self.watch is None:
-            if call.ready is not NOT_READY:
-                return call.ready
             return self._act(call, args, kwargs)
         self.watch.pass_unit(call.event)
         self.watch.stop()
@@ -395,7 +385,7 @@ class StageRun:
         return result if call.handling is NOTHING else self._handle(result, call.handling)
 
     def _skip(self, call: _UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = self.plan.outputs[call.event]
+        output = self.trace.outputs[call.event]
         given: list[Any] = []
         if any(isinstance(leaf, Argument) for leaf in output.leaves):
             given = take_apart((args, kwargs))[0]
@@ -443,7 +433,7 @@ class StageRun:
     def _finish(self, result: Any) -> Any:
         missing = next(self.remaining, None)
         if missing is not None:
-            raise DivergenceError(explain(self.plan, missing.event, "it ends"))
+            raise DivergenceError(explain(self.trace.events, missing.event, "it ends"))
         return result
 
     def _forget(self) -> None:

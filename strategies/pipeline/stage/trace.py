@@ -76,6 +76,10 @@ class TensorSpec:
         """Return the layout of a tensor of any shape."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
+    def empty(self) -> Tensor:
+        """Return a tensor of this layout with undefined values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     @property
     def num_bytes(self) -> int:
         """Number of bytes of its elements."""
@@ -229,6 +233,8 @@ class StepTrace:
     kept: dict[str, dict[int, int]] = field(default_factory=dict)
     """Bytes that autograd keeps of a unit and of the code behind it up to the next one, by unit and
     storage (see :attr:`Value.storage`). Empty unless recorded."""
+    learned: dict[Hashable, UnitOutput] = field(default_factory=dict)
+    """Outputs of units without other effects, by unit and arguments."""
 
     def unit_events(self) -> list[int]:
         """Return the events that are calls of units."""
@@ -331,7 +337,7 @@ class StateWatch:
     def __init__(self, modules: Mapping[str, Module]) -> None:
         self._modules = modules
         self._buffers = {
-            (name, key): (each, 0 if each.is_inference() else times_written(each), _copy(each))
+            (name, key): (each, version_of(each), _copy(each))
             for name, module in modules.items()
             for key, each in _buffers_of(module)
         }
@@ -350,7 +356,7 @@ class StateWatch:
             now = dict(_buffers_of(self._modules[name])).get(key)
             if now is None:
                 continue
-            is_counted = not now.is_inference() and times_written(now) != written
+            is_counted = version_of(now) != written
             if now is not before or is_counted or is_written(now) or not _has_value(now, value):
                 changed[f"{name}.{key}" if name else key] = now
         return changed

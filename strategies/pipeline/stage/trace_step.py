@@ -6,7 +6,7 @@ modules outside of units. Outputs of units are found once: ``unit_outputs.py``.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from torch.nn import Module
 from boltmesh.errors import BoltMeshError, ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.metrics import MetricCall, answer, find_metrics, metrics_replaced
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
 from boltmesh.strategies.pipeline.stage.trace import (
@@ -27,12 +28,12 @@ from boltmesh.strategies.pipeline.stage.trace import (
     SavedTensorWatch,
     StateWatch,
     StepTrace,
+    TensorSpec,
     UnitOutput,
     version_of,
 )
 from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer
 from boltmesh.strategies.pipeline.stage.unit_outputs import (
-    FirstCall,
     Key,
     KnownUnits,
     key_of,
@@ -71,10 +72,6 @@ def _called(root: Module, step: str, args: tuple[Any, ...], kwargs: Mapping[str,
         ) from error
 
 
-LOGGING = ("log", "log_dict")
-"""Methods of a LightningModule that take values out of the step."""
-
-
 class _KnownReads(BaseException):
     """The values read from the batch so far are those of a known trace."""
 
@@ -94,7 +91,7 @@ def trace_step(
     counts_flops: bool = False,
     notes_kept: bool = False,
     known: Mapping[tuple[Any, ...], StepTrace] | None = None,
-    remembered: dict[Any, UnitOutput] | None = None,
+    remembered: Mapping[Hashable, UnitOutput] | None = None,
 ) -> StepTrace:
     """Trace a step on one batch, without running any unit and without side effects.
 
@@ -114,8 +111,7 @@ def trace_step(
             fails then.
         known: Earlier traces of batches of the same signature, by the values read from them. One
             that fits is returned as soon as that is known.
-        remembered: Outputs of units in earlier traces of batches of the same signature; filled
-            here.
+        remembered: Outputs of units in earlier traces of batches of the same signature.
 
     Raises:
         ConfigError: A unit cannot be run on fake tensors, or the step uses outputs of units in a
@@ -155,7 +151,6 @@ def trace_step(
                 if answer or not is_of_guess(error):
                     raise
                 cut = tried[-1].trace
-        learned = tried[-1].learned
         if cut is not None:
             _merge(trace, cut, is_cut=True)
         elif trace.readings:
@@ -164,8 +159,6 @@ def trace_step(
             except Exception as error:
                 if not is_of_guess(error):
                     raise
-        if remembered is not None:
-            remembered.update(learned)
     except _KnownReads as known_reads:
         return known_reads.trace
     if left := next(each.left for each in tried if each.trace is trace):
@@ -178,11 +171,7 @@ def trace_step(
 
 
 def _refuse_carried(tracer: "_StepTracer", step: str) -> None:
-    """Refuse a step that passes a state of the batch before to a layer.
-
-    Raises:
-        UnsupportedError: Naming the layer and where it is kept.
-    """
+    """Refuse a step that passes a state of the batch before to a layer."""
     if tracer.carried_to is not None:
         kept = ", ".join(f"{module}.{name}".lstrip(".") for module, name in tracer.carried)
         raise UnsupportedError(
@@ -208,7 +197,7 @@ class _StepTracer:
         seed: int | None,
         repeats: bool,
         known: Mapping[tuple[Any, ...], StepTrace] | None = None,
-        remembered: Mapping[Any, UnitOutput] | None = None,
+        remembered: Mapping[Hashable, UnitOutput] | None = None,
         counts_flops: bool = False,
         notes_kept: bool = False,
     ) -> None:
@@ -221,7 +210,6 @@ class _StepTracer:
         self.repeats = repeats
         self.kinds: KnownUnits | None = None
         """Outputs of units, for others of their kind."""
-        self.learned: dict[Any, UnitOutput] = {}
         self.has_recalled = False
         self.has_run: set[str] = set()
         self.calls: Counter[str] = Counter()
@@ -264,9 +252,8 @@ class _StepTracer:
             self.stack = stack.enter_context(ExitStack())
             metrics = find_metrics(self.root)
             stack.enter_context(metrics_replaced(metrics, self._call_metric))
-            for name in LOGGING:
-                if hasattr(self.root, name):
-                    vars(self.root)[name] = self._hand_out
+            hand_out = self._hand_out
+            stack.enter_context(patched(self.root, log=hand_out, log_dict=hand_out))
             if self.seed is not None:
                 seed_random_state(self.seed, device)
             state = StateWatch(around)
@@ -310,9 +297,8 @@ class _StepTracer:
         """Set the attributes that a step before has left; return their tensors."""
 
         def make(tensor: Tensor) -> Tensor:
-            shape, stride = tensor.shape, tensor.stride()
             with self.mode:
-                made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+                made = TensorSpec.of(tensor).empty()
             return made.requires_grad_(tensor.requires_grad)
 
         for (module, name), value in self.carried.items():
@@ -370,7 +356,7 @@ class _StepTracer:
         before = versions(arguments)
         saved = None if self.keeping is None else self.keeping.saved()
         watching = nullcontext() if self.kinds is None else self.kinds.watched(name, key, arguments)
-        with watching as watched:
+        with watching as calls:
             called = run_on_fakes(
                 name,
                 self.units[name],
@@ -379,24 +365,23 @@ class _StepTracer:
                 arguments,
                 counts_flops=self.counts_flops,
             )
-            if watched is not None:
-                watched.call = called
-                if self.keeping is not None and saved is not None:
-                    watched.saved = self.keeping.saved_since(saved, called.result)
+            if calls is not None:
+                calls.append(called)
+        if self.keeping is not None and saved is not None:
+            called.saved = self.keeping.saved_since(saved, called.result)
         shows_all = not called.answers and not called.borrowed
         if key is not None and shows_all and versions(arguments) == before:
-            self.learned[key] = called.output
+            self.trace.learned[key] = called.output
         return called
 
-    def _repeat(self, first: FirstCall, key: Key | None, arguments: Any) -> FakeCall:
+    def _repeat(self, first: FakeCall, key: Key | None, arguments: Any) -> FakeCall:
         """Return the output of another unit of the same kind, for these arguments."""
-        output = first.call.output
-        result = recall(output, arguments, self.mode)
+        result = recall(first.output, arguments, self.mode)
         if self.keeping is not None:
             self.keeping.repeat(first.saved, result)
-        if not first.call.borrowed:
-            self.learned[key] = output
-        return replace(first.call, result=result)
+        if not first.borrowed:
+            self.trace.learned[key] = first.output
+        return replace(first, result=result)
 
     @property
     def has_repeated(self) -> bool:

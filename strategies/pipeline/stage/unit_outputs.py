@@ -12,7 +12,6 @@ or written), all of them are run.
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -23,13 +22,12 @@ from torch.nn import Module
 
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
-from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput
+from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput, version_of
 from boltmesh.strategies.pytree import is_constant, nesting, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
     is_fake,
     storage_key,
-    times_written,
 )
 
 Key = tuple[Hashable, ...]
@@ -57,8 +55,7 @@ def key_of(unit: str, arguments: Any) -> Key | None:
     described: list[Hashable] = [unit]
     for leaf in take_apart(arguments)[0]:
         if isinstance(leaf, Tensor):
-            layout = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
-            described.append((*layout, leaf.requires_grad, is_fake(leaf)))
+            described.append((TensorSpec.of(leaf), leaf.requires_grad, is_fake(leaf)))
         elif is_constant(leaf):
             described.append((type(leaf).__qualname__, leaf))
         else:
@@ -68,12 +65,7 @@ def key_of(unit: str, arguments: Any) -> Key | None:
 
 def versions(arguments: Any) -> list[int]:
     """Return the number of writes to each tensor among arguments: a unit may change them."""
-    leaves = take_apart(arguments)[0]
-    return [
-        times_written(leaf)
-        for leaf in leaves
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+    return list(map(version_of, tensors_in(arguments)))
 
 
 def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
@@ -85,27 +77,12 @@ def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
             leaves.append(given[made.index])
         elif isinstance(made, TensorSpec):
             with mode:
-                tensor = torch.empty_strided(
-                    made.shape, made.stride, dtype=made.dtype, device=made.device
-                )
+                tensor = made.empty()
             # Not a leaf: code between units may change it in place.
             leaves.append(tensor.requires_grad_().clone() if needs_grad else tensor)
         else:
             leaves.append(made)
     return output.build(leaves)
-
-
-@dataclass
-class FirstCall:
-    """Output of the first unit of a kind."""
-
-    call: FakeCall
-    settings: Mapping[Setting, Hashable]
-    """Constants of that unit."""
-    read: frozenset[Setting]
-    """The settings that it read, among those in which units of its kind differ."""
-    saved: Any
-    """Memory that autograd keeps of it, recorded by the caller."""
 
 
 class KnownUnits:
@@ -126,43 +103,43 @@ class KnownUnits:
             self._kinds[name] = numbers.setdefault(kind, len(numbers))
         self._counts = Counter(self._kinds.values())
         self._differing = _differing(self._kinds, self._settings)
-        self._calls: dict[Hashable, list[FirstCall]] = {}
+        self._calls: dict[Hashable, list[tuple[FakeCall, Mapping[Setting, Hashable]]]] = {}
+        """First calls, with the settings that they read, among those in which units differ."""
         self.has_repeated = False
         """Whether a unit got the output of another one."""
 
-    def find(self, name: str, key: Key | None, arguments: Any) -> FirstCall | None:
+    def find(self, name: str, key: Key | None, arguments: Any) -> FakeCall | None:
         """Return a call of another unit of the same kind with such arguments, or None."""
         if key is None or self._counts[self._kinds[name]] == 1:
             return None
         own = self._settings[name]
-        for first in self._calls.get(self._place(name, key, arguments), ()):
-            if all(own[each] == first.settings[each] for each in first.read):
+        for call, read in self._calls.get(self._place(name, key, arguments), ()):
+            if all(own[each] == value for each, value in read.items()):
                 self.has_repeated = True
-                return first
+                return call
         return None
 
     @contextmanager
-    def watched(self, name: str, key: Key | None, arguments: Any) -> Iterator["WatchedCall"]:
-        """Return a context for the run of a unit; set ``call`` of its value, for other units."""
-        watched = WatchedCall()
+    def watched(self, name: str, key: Key | None, arguments: Any) -> Iterator[list[FakeCall]]:
+        """Return a context for the run of a unit; its value takes the call, for other units."""
+        calls: list[FakeCall] = []
         kind = self._kinds[name]
         if key is None or self._counts[kind] == 1:
-            yield watched
+            yield calls
             return
         place = self._place(name, key, arguments)
         unit = self._units[name]
         before = _attributes(unit), _random_state(), versions(arguments)
         with _reads_of(unit, self._differing[kind]) as read:
-            yield watched
-        call = watched.call
+            yield calls
+        (call,) = calls
         if (
-            call is not None
-            and not call.answers
+            not call.answers
             and before == (_attributes(unit), _random_state(), versions(arguments))
             and _has_own_memory(call, arguments)
         ):
-            first = FirstCall(call, self._settings[name], frozenset(read), watched.saved)
-            self._calls.setdefault(place, []).append(first)
+            own = self._settings[name]
+            self._calls.setdefault(place, []).append((call, {each: own[each] for each in read}))
 
     def _place(self, name: str, key: Key, arguments: Any) -> Hashable:
         tensors = tensors_in(arguments)
@@ -179,14 +156,6 @@ class KnownUnits:
               for each in sorted(devices)),
         )  # fmt: skip
         return self._kinds[name], key[1:], nesting(arguments), tuple(shared), modes
-
-
-@dataclass
-class WatchedCall:
-    """A call of a unit whose output others may get; filled by the caller."""
-
-    call: FakeCall | None = None
-    saved: Any = None
 
 
 def describe_unit(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, Hashable]]:
@@ -229,8 +198,7 @@ def _numbers_of_hooks(attributes: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _layout(tensor: Tensor) -> Hashable:
-    layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-    return (*layout, tensor.requires_grad, type(tensor))
+    return TensorSpec.of(tensor), tensor.requires_grad, type(tensor)
 
 
 def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
@@ -322,20 +290,12 @@ def _reads_of(unit: Module, settings: Collection[Setting]) -> Iterator[set[Setti
                 if (setting := (names.get(module, ""), key)) in settings:
                     read.add(setting)
 
-            if key in vars(kind) or not _may_set(kind):
+            if key in vars(kind):
                 read.update(each for each in settings if each[1] == key)
                 continue
             setattr(kind, key, _Read(key, note))
             stack.callback(delattr, kind, key)
         yield read
-
-
-def _may_set(kind: type) -> bool:
-    return bool(kind.__flags__ & _HEAP_TYPE)
-
-
-_HEAP_TYPE = 1 << 9
-"""Flag of classes that are made in Python."""
 
 
 def _attributes(unit: Module) -> list[Any]:

@@ -13,10 +13,15 @@ from torch import Tensor
 from torch.nn import Module, MultiheadAttention, Parameter
 from typing_extensions import override
 
-from boltmesh.strategies.tensor.analysis.op_rules import arithmetic, movement
-from boltmesh.strategies.tensor.analysis.op_rules.rule import RULES, OperatorCall
+from boltmesh.strategies.tensor.analysis import arithmetic_rules, movement_rules
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
-from boltmesh.strategies.tensor.analysis.trace import DimTrace, OperatorRecord, of_parameters
+from boltmesh.strategies.tensor.analysis.trace import (
+    RULES,
+    DimTrace,
+    OperatorCall,
+    OperatorRecord,
+    of_parameters,
+)
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import (
@@ -35,7 +40,7 @@ from boltmesh.strategies.torch_compat.tensors import (
     written_or_viewed,
 )
 
-_FAMILIES = (arithmetic, movement)
+_FAMILIES = (arithmetic_rules, movement_rules)
 """Importing them registers their rules."""
 
 _VIEWS = frozenset({
@@ -113,7 +118,7 @@ class AnalysisMode(DispatchMode):
     def _apply(self, func: OpOverload, call: OperatorCall) -> None:
         rule = RULES.get(call.name)
         if rule is None and torch.Tag.pointwise in func.tags and call.outputs:
-            rule = arithmetic.pointwise
+            rule = arithmetic_rules.pointwise
         if rule is None:
             self.trace.unknown[str(func)] += 1
             call.forget()

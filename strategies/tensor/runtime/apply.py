@@ -1,12 +1,13 @@
 """Applies a plan to a model: replaces parameters by shards, and wraps modules.
 
-``owners_of`` finds the modules that have divided parameters. ``divide_sizes`` sets attributes that
-hold sizes, such as ``num_heads``, to those of this rank's part.
+``owners_of`` finds the modules that have divided parameters, ``widths_of`` the attributes that hold
+the sizes of their outputs, which are set to those of this rank's part.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,18 +20,18 @@ from boltmesh.strategies.tensor.plan import (
     OUTSIDE,
     LossParallel,
     ShardedParameter,
-    SizeAttribute,
     Style,
     TensorPlan,
     backends_of_axes,
+    block_around,
     block_of,
+    region_blocks,
     without_replicated,
 )
 from boltmesh.strategies.tensor.runtime.boundaries import (
     BlockBoundary,
     BlockScope,
     GradSummedUpstream,
-    ReplicatedBoundary,
     SequenceBoundary,
 )
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
@@ -99,51 +100,21 @@ def owners_of(root: Module, plan: TensorPlan) -> list[Owner]:
     ]
 
 
-def block_around(name: str, blocks: Iterable[str]) -> str:
-    """Return the block that contains a module, or ``OUTSIDE``."""
-    return next((each for each in blocks if f"{name}.".startswith(f"{each}.")), OUTSIDE)
-
-
 def scope_of(root: Module, names: Sequence[str]) -> str:
     """Return the innermost module with a forward that contains all of these modules.
 
-    For a single name that is the module itself; at the latest it is the root.
+    At the latest it is the root. A single name is the module itself, unless it has no forward, as
+    a ``ParameterList`` that is indexed and not called: its parameters are read in the result.
     """
-    common = names[0].split(".")
-    for name in names[1:]:
-        parts = name.split(".")
-        shared = 0
-        while shared < min(len(common), len(parts)) and common[shared] == parts[shared]:
-            shared += 1
-        common = common[:shared]
+    levels = zip(*(name.split(".") for name in names), strict=False)
+    common = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels)]
     while common and not has_forward(root.get_submodule(".".join(common))):
         common.pop()
     return ".".join(common)
 
 
-def caller_of(root: Module, name: str) -> str:
-    """Return the module in whose forward a module's own parameters are read.
-
-    Itself, except for a ``ParameterList`` and others that are indexed and not called.
-    """
-    parts = name.split(".") if name else []
-    while parts and not has_forward(root.get_submodule(".".join(parts))):
-        parts.pop()
-    return ".".join(parts)
-
-
 _PRODUCTS = {"column", "row", "expert"}
 """Styles of the matrices in a module's products."""
-
-
-def divide_sizes(
-    module: Module, attributes: Iterable[SizeAttribute], size: int, changes: Changes
-) -> None:
-    """Set size attributes to those of one rank's part; skips those that changed since."""
-    for attribute in attributes:
-        owner = module.get_submodule(attribute.module)
-        if vars(owner).get(attribute.name) == attribute.value:
-            changes.set(owner, attribute.name, attribute.value // size)
 
 
 def widths_of(owners: Iterable[Owner]) -> dict[type[Module], set[str]]:
@@ -166,22 +137,6 @@ def widths_of(owners: Iterable[Owner]) -> dict[type[Module], set[str]]:
         }
         by_class[kind] = by_class.get(kind, own) & own
     return by_class
-
-
-def divide_width(
-    module: Module, entry: ShardedParameter, names: Iterable[str], size: int, changes: Changes
-) -> None:
-    """Set the width attributes of a module, which reshapes its output by them, to its part's.
-
-    Args:
-        module: A column module.
-        entry: Its matrix.
-        names: Attributes with the width, see ``widths_of``.
-        size: Number of ranks.
-        changes: Records the changes.
-    """
-    for name in names:
-        changes.set(module, name, entry.local_shape(size)[entry.dim])
 
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -271,11 +226,10 @@ def apply_plan(
     kept = left_whole(without_replicated(plan), module)
     shard_parameters(module, kept.sharded.values(), size=group.size, rank=group.rank)
     applied = AppliedPlan(module, kept, group)
-    application = _Application(module, kept, group, applied.changes)
+    application = _Application(applied)
     application.run(verified)
     applied.sequences = [each.parts for each in application.stacks.all]
     divide_vocabularies(module, kept, group, applied.changes, loss_parallel=loss_parallel)
-    applied.guards = application.guards
     for guard in applied.guards:
         guard.originals = applied.changes.originals_of(guard.block)
     return applied
@@ -284,19 +238,14 @@ def apply_plan(
 class _Application:
     """Applies one plan to one model."""
 
-    def __init__(
-        self, root: Module, plan: TensorPlan, group: TensorGroup, changes: Changes
-    ) -> None:
-        self.root = root
-        self.plan = plan
-        self.group = group
-        self.changes = changes
-        self.draws = Draws(group)
-        self.backends = backends_of_axes(plan)
+    def __init__(self, applied: AppliedPlan) -> None:
+        self.root, self.plan, self.group = applied.module, applied.plan, applied.group
+        self.changes, self.guards = applied.changes, applied.guards
+        self.draws = Draws(self.group)
+        self.backends = backends_of_axes(self.plan)
         self.scopes: dict[str, set[bool]] = defaultdict(set)
         """Whether axes run as DTensors, by name of the module that contains them."""
-        self.stacks = Stacks(root, plan, group)
-        self.guards: list[SignatureGuard] = []
+        self.stacks = Stacks(self.root, self.plan, self.group)
 
     def run(self, verified: Mapping[str, Iterable[tuple[Signature, bool]]] | None) -> None:
         grouped: dict[tuple[int, str], list[Owner]] = defaultdict(list)
@@ -344,9 +293,7 @@ class _Application:
                 f"'{owners[0].name}' is divided together with modules outside of the blocks whose "
                 f"sequences are divided. Set strategy.sequence_parallel=false."
             )
-        return (
-            SequenceBoundary(self.group, stack.parts) if stack else ReplicatedBoundary(self.group)
-        )
+        return SequenceBoundary(self.group, stack.parts) if stack else BlockBoundary(self.group)
 
     def _put_owner(self, owner: Owner, boundary: BlockBoundary, *, is_region: bool) -> None:
         module, styles = owner.module, owner.styles
@@ -356,8 +303,8 @@ class _Application:
             self.changes.wrap(module, ColumnRow(boundary))
         elif "column" in styles:
             matrix = owner.leading("column")
-            names = self.widths.get(type(module), ())
-            divide_width(module, matrix, names, self.group.size, self.changes)
+            for name in self.widths.get(type(module), ()):  # it reshapes its output by them
+                self.changes.set(module, name, matrix.local_shape(self.group.size)[matrix.dim])
             column = (
                 RegionColumn(boundary, matrix.sections, _channels(module), self.group)
                 if is_region
@@ -386,28 +333,21 @@ class _Application:
         """Divide the size attributes of modules that run on plain shards.
 
         A module of one matrix product takes the size of its part from its weight; see
-        ``divide_width``. One that computes with several parts runs on shards in either backend.
+        ``widths_of``. One that computes with several parts runs on shards in either backend.
+        Attributes that changed since the plan was made are left alone.
         """
-        in_region = {
-            block
-            for axis, planned in enumerate(self.plan.axes)
-            for block in planned.blocks or (OUTSIDE,)
-            if self.backends[axis] == "region"
-        }
+        in_region = region_blocks(self.plan)
         blocks = {block for planned in self.plan.axes for block in planned.blocks}
         single = {owner.name for owner in owners if len(owner.styles & {"column", "row"}) == 1}
         several = {owner.name for owner in owners} - single
-        divide_sizes(
-            self.root,
-            [
-                each
-                for each in self.plan.attributes
-                if each.module not in single
-                and (each.module in several or block_around(each.module, blocks) not in in_region)
-            ],
-            self.group.size,
-            self.changes,
-        )
+        for each in self.plan.attributes:
+            if each.module in single:
+                continue
+            if each.module not in several and block_around(each.module, blocks) in in_region:
+                continue
+            module = self.root.get_submodule(each.module)
+            if vars(module).get(each.name) == each.value:
+                self.changes.set(module, each.name, each.value // self.group.size)
 
     def _put_views(self) -> None:
         by_owner: dict[str, list[str]] = defaultdict(list)
@@ -476,7 +416,7 @@ class _Application:
         )
 
     def _caller(self, name: str) -> Module:
-        return self.root.get_submodule(caller_of(self.root, name))
+        return self.root.get_submodule(scope_of(self.root, [name]))
 
 
 def _gather_output(forward: Around, *args: Any, **kwargs: Any) -> Any:

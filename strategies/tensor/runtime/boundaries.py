@@ -1,6 +1,5 @@
 """Boundaries of divided blocks: how activations enter divided modules and leave them."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -17,52 +16,23 @@ from boltmesh.strategies.tensor.runtime.sequence import SequenceParts
 from boltmesh.strategies.torch_compat.tensors import times_written
 
 
-class BlockBoundary(ABC):
-    """Boundary between replicated activations and the divided modules of one axis of a block."""
-
-    def __init__(self, group: TensorGroup) -> None:
-        self.group = group
-
-    @abstractmethod
-    def enter(self, value: Tensor) -> Tensor:
-        """Return ``value`` as an input of divided modules, same shape and dtype."""
-
-    def enter_linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return ``F.linear`` with ``value`` as a divided module's input; None to use ``enter``."""
-        return None
-
-    @abstractmethod
-    def leave(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks of partial outputs, in the boundary's layout. Collective.
-
-        Args:
-            part: This rank's summand, of the whole shape.
-        """
-
-    @abstractmethod
-    def after(self, parameter: Tensor) -> Tensor:
-        """Return a whole parameter, same shape and dtype, for use with the result of ``leave``."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Release activations. Called when the block has run."""
-
-
-class ReplicatedBoundary(BlockBoundary):
-    """Everything outside is replicated.
+class BlockBoundary:
+    """Boundary between replicated activations and the divided modules of one axis of a block.
 
     An input of several modules (q, k and v; gate and up) enters once, so that its gradient is
     summed once: a block then has Megatron's minimum of two sums forward and two backward.
     """
 
     def __init__(self, group: TensorGroup) -> None:
-        super().__init__(group)
+        self.group = group
         self._entered: tuple[Tensor, int, Tensor] | None = None
         """The last input, its version then, and what it was returned as."""
 
-    @override
     def enter(self, value: Tensor) -> Tensor:
-        """Return the value; its backward sums the gradients."""
+        """Return ``value`` as an input of divided modules, same shape and dtype.
+
+        Its backward sums the gradients.
+        """
         if not (value.requires_grad and torch.is_grad_enabled()):
             return value
         entered = self._as_before(value)
@@ -71,9 +41,11 @@ class ReplicatedBoundary(BlockBoundary):
             self._entered = value, times_written(value), entered
         return entered
 
-    @override
     def enter_linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Compute a product beside the sum of gradients, if it is the input's first one."""
+        """Return ``F.linear`` with ``value`` as a divided module's input; None to use ``enter``.
+
+        The product runs beside the sum of gradients if it is the input's first one.
+        """
         if self._as_before(value) is not None:
             return None
         found = reduce_gradient_beside(value, weight, bias, self.group)
@@ -91,24 +63,25 @@ class ReplicatedBoundary(BlockBoundary):
                 return entered
         return None
 
-    @override
     def leave(self, part: Tensor) -> Tensor:
-        """Return the sum over the ranks, same shape."""
+        """Return the sum over ranks of partial outputs, in the boundary's layout. Collective.
+
+        Args:
+            part: This rank's summand, of the whole shape.
+        """
         self.forget()
         return reduce_sum(part, self.group)
 
-    @override
     def after(self, parameter: Tensor) -> Tensor:
-        """Return it unchanged: its use is replicated."""
-        return parameter
+        """Return a whole parameter, same shape and dtype, for use with the result of ``leave``."""
+        return parameter  # its use is replicated
 
-    @override
     def forget(self) -> None:
         """Release activations. Called when the block has run."""
         self._entered = None
 
 
-class SequenceBoundary(ReplicatedBoundary):
+class SequenceBoundary(BlockBoundary):
     """Outside, each rank has a part of the sequence.
 
     Inputs from elsewhere, such as an encoder's states, are replicated; see `GradSummedUpstream`
@@ -143,22 +116,22 @@ class GradSummedUpstream(BlockBoundary):
 
     @override
     def enter(self, value: Tensor) -> Tensor:
-        """Return it unchanged."""
         return value
 
     @override
+    def enter_linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        return None
+
+    @override
     def leave(self, part: Tensor) -> Tensor:
-        """See the other boundary."""
         return self._boundary.leave(part)
 
     @override
     def after(self, parameter: Tensor) -> Tensor:
-        """See the other boundary."""
         return self._boundary.after(parameter)
 
     @override
     def forget(self) -> None:
-        """See the other boundary."""
         self._boundary.forget()
 
 

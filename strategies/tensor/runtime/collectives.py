@@ -271,10 +271,16 @@ def gather_parts(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 def take_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Return this rank's part of a replicated value along ``dim``, 1 / R of it. Local."""
+
+    def own_part(value: Tensor) -> Tensor:
+        length = value.shape[dim] // group.size
+        own = value.narrow(dim, group.rank * length, length)
+        return own.clone(memory_format=torch.contiguous_format)
+
     return differentiable(
         group,
         value,
-        lambda value: own_part(value, group, dim).clone(memory_format=torch.contiguous_format),
+        own_part,
         lambda gradient: gather_parts(gradient, group, dim),
     )
 
@@ -336,12 +342,6 @@ def reduce_scatter(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
     own = along_first.new_empty(along_first.shape[0] // group.size, *along_first.shape[1:])
     reduce_scatter_single(own, along_first, group=group.process_group)
     return own.movedim(0, dim).contiguous()
-
-
-def own_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Return a view of this rank's 1 / R of a replicated value along ``dim``. Local."""
-    length = value.shape[dim] // group.size
-    return value.narrow(dim, group.rank * length, length)
 
 
 def _kept(value: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import LayoutError
+from boltmesh.strategies.checkpoint.chunks import DimDivision, ElementStretch
 from boltmesh.strategies.patch import Around, patched
 from boltmesh.strategies.tensor.plan import ShardedParameter, runs
 from boltmesh.strategies.tensor.runtime.collectives import (
@@ -26,6 +27,12 @@ from boltmesh.strategies.tensor.runtime.collectives import (
     reduce_gradient,
 )
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
+
+
+def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:
+    """Return a rank's division of a parameter."""
+    stretches = tuple(ElementStretch(*each) for each in runs(entry.sections, size, rank))
+    return DimDivision(torch.Size(entry.shape), entry.dim, stretches)
 
 
 def shard_of(whole: Tensor, entry: ShardedParameter, *, size: int, rank: int) -> Tensor:
@@ -40,21 +47,15 @@ def shard_of(whole: Tensor, entry: ShardedParameter, *, size: int, rank: int) ->
     Returns:
         Shape ``entry.local_shape(size, rank)``, same dtype.
     """
-    pieces = [
-        whole.narrow(entry.dim, run.start, run.length) for run in runs(entry.sections, size, rank)
-    ]
-    if len(pieces) == 1:
-        return pieces[0].clone(memory_format=torch.contiguous_format)
-    return torch.cat(pieces, entry.dim) if pieces else whole.narrow(entry.dim, 0, 0).clone()
+    division = division_of(entry, size, rank)
+    return division.cut(whole) if division.stretches else whole.narrow(entry.dim, 0, 0).clone()
 
 
 def join_shards(shards: Sequence[Tensor], entry: ShardedParameter) -> Tensor:
     """Return the whole tensor, ``entry.shape``, from the shards of all ranks in order."""
     whole = shards[0].new_empty(entry.shape)
     for rank, shard in enumerate(shards):
-        for run in runs(entry.sections, len(shards), rank):
-            part = shard.narrow(entry.dim, run.local_start, run.length)
-            whole.narrow(entry.dim, run.start, run.length).copy_(part)
+        division_of(entry, len(shards), rank).put(shard, whole)
     return whole
 
 

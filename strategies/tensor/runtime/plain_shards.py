@@ -76,17 +76,13 @@ class Row:
     def __init__(self, module: Module, sharded: frozenset[str], boundary: BlockBoundary) -> None:
         self._module = module
         self._boundary = boundary
-        whole = [
-            name
-            for name, parameter in own_parameters(module).items()
-            if name not in sharded and parameter is not None
-        ]
-        if len(whole) > 1 or any(own_parameters(module)[name].dim() != 1 for name in whole):
+        whole = {name: each for name, each in own_parameters(module).items() if name not in sharded}
+        if len(whole) > 1 or any(each.dim() != 1 for each in whole.values()):
             raise LayoutError(
                 f"{type(module).__name__} divides {sorted(sharded)} along what its product sums "
-                f"over, and keeps {whole} whole: one bias can be added to the sum, no more."
+                f"over, and keeps {[*whole]} whole: one bias can be added to the sum, no more."
             )
-        self._bias = whole[0] if whole else None
+        self._bias = next(iter(whole), None)
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -260,7 +256,9 @@ class Heads:
     def _mask(self, call: _AttentionCall, query: Tensor) -> Tensor | None:
         """Return the summand for the scores of this rank's heads, broadcast to them; or None."""
         mask = call.attn_mask
-        if mask is not None and call.is_causal and not self._needs_mask(call):
+        # Torch replaces a mask that is the only one by ``is_causal``.
+        is_only = call.key_padding_mask is None and not call.need_weights
+        if mask is not None and call.is_causal and is_only:
             return None
         added = None if mask is None else _additive(mask, query.dtype)
         if added is not None and added.dim() == 3:
@@ -275,11 +273,6 @@ class Heads:
             padding = _additive(call.key_padding_mask, query.dtype)[:, None, None, :]
             added = padding if added is None else added + padding
         return added
-
-    @staticmethod
-    def _needs_mask(call: _AttentionCall) -> bool:
-        """Whether the mask is needed; torch replaces it by ``is_causal`` if it is the only one."""
-        return call.key_padding_mask is not None or call.need_weights
 
     def _shown(self, weights: Tensor | None, call: _AttentionCall) -> Tensor | None:
         """Return the weights of all heads, or their mean. Collective if they are requested."""

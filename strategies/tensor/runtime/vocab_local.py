@@ -19,7 +19,6 @@ from boltmesh.strategies.tensor.runtime.collectives import reduce_gradient
 from boltmesh.strategies.tensor.runtime.vocab_tensor import (
     NO_RULE,
     VocabularyTensor,
-    holds_divided,
     rule_for,
     unwrap,
     wrap,
@@ -109,8 +108,8 @@ def rearrange(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any)
         return NO_RULE
     shown = func(_outline(divided), *args, **kwargs)
     outlines = [shown] if isinstance(shown, Tensor) else list(shown)
-    dims = [_divided_dim(outline, divided) for outline in outlines]
-    if None in dims:
+    dims = [dim for each in outlines if (dim := _divided_dim(each, divided)) is not None]
+    if len(dims) < len(outlines):
         return NO_RULE
     result = func(unwrap(divided), *args, **kwargs)
     parts = [result] if isinstance(result, Tensor) else list(result)
@@ -118,9 +117,7 @@ def rearrange(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any)
         _part_shape(outline, dim, divided) for outline, dim in zip(outlines, dims, strict=True)
     ]:
         return NO_RULE
-    wrapped = [
-        wrap(part, divided.vocabulary, dim or 0) for part, dim in zip(parts, dims, strict=True)
-    ]
+    wrapped = [wrap(part, divided.vocabulary, dim) for part, dim in zip(parts, dims, strict=True)]
     return wrapped[0] if isinstance(result, Tensor) else type(result)(wrapped)
 
 
@@ -133,7 +130,8 @@ def iterate(func: Callable[..., Any], divided: VocabularyTensor) -> Any:
 @rule_for("expand expand_as reshape reshape_as view view_as")
 def resize(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function that is given sizes of the whole; the part gets its own."""
-    if not isinstance(divided, VocabularyTensor) or _has_dtype((*args, *kwargs.values())):
+    has_dtype = any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values()))
+    if not isinstance(divided, VocabularyTensor) or has_dtype:
         return NO_RULE
     if func.__name__.endswith("_as"):
         args, kwargs = (tuple((args or tuple(kwargs.values()))[0].shape),), {}
@@ -176,15 +174,6 @@ def join(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kw
     return wrap(joined, first.vocabulary, first.divided_dim + moved)
 
 
-def view_dim(
-    func: Callable[..., Any], divided: VocabularyTensor, *args: Any
-) -> tuple[int, list[int]] | None:
-    """Return a view's divided dim and its part's shape; None if no dim is divided."""
-    outline = func(_outline(divided), *args)
-    dim = _divided_dim(outline, divided)
-    return None if dim is None else (dim, _part_shape(outline, dim, divided))
-
-
 def _outline(divided: VocabularyTensor) -> Tensor:
     """Return a meta tensor whose divided dim has a unique stride.
 
@@ -210,15 +199,10 @@ def _divided_dim(outline: Tensor, divided: VocabularyTensor) -> int | None:
     return None
 
 
-def _part_shape(outline: Tensor, dim: int | None, divided: VocabularyTensor) -> list[int]:
+def _part_shape(outline: Tensor, dim: int, divided: VocabularyTensor) -> list[int]:
     shape = list(outline.shape)
-    if dim is not None:
-        shape[dim] = divided.vocabulary.length
+    shape[dim] = divided.vocabulary.length
     return shape
-
-
-def _has_dtype(values: Sequence[Any]) -> bool:
-    return any(isinstance(each, torch.dtype) for each in values)
 
 
 _EVERYTHING = slice(None)
@@ -227,21 +211,11 @@ _EVERYTHING = slice(None)
 @rule_for("__getitem__")
 def get_item(func: Callable[..., Any], divided: Any, index: Any) -> Any:
     """Select positions."""
-    if not isinstance(divided, VocabularyTensor) or holds_divided(index):
+    found = _indexed(divided, index) if isinstance(divided, VocabularyTensor) else None
+    if found is None:
         return NO_RULE
-    items = _expanded(divided, index)
-    if items is None:
-        return NO_RULE
-    if any(isinstance(each, Tensor) for each in items):
-        dim = _dim_behind_tensors(divided, items)
-        if dim is None:
-            return NO_RULE
-    else:
-        found = view_dim(lambda outline: outline[tuple(items)], divided)
-        if found is None:
-            return NO_RULE
-        dim = found[0]
-    return wrap(unwrap(divided)[tuple(items)], divided.vocabulary, dim)
+    items, dim = found
+    return wrap(unwrap(divided)[items], divided.vocabulary, dim)
 
 
 @rule_for("__setitem__")
@@ -249,17 +223,11 @@ def set_item(func: Callable[..., Any], divided: Any, index: Any, value: Any) -> 
     """Write a number to all tokens of some positions."""
     if not isinstance(divided, VocabularyTensor) or isinstance(value, Tensor):
         return NO_RULE
-    items = None if holds_divided(index) else _expanded(divided, index)
-    if items is None:
-        return NO_RULE
-    if any(isinstance(each, Tensor) for each in items):
-        dim = _dim_behind_tensors(divided, items)
-    else:
-        dim = (view_dim(lambda outline: outline[tuple(items)], divided) or (None,))[0]
-    if dim is None:
+    found = _indexed(divided, index)
+    if found is None:
         return NO_RULE
     part = unwrap(divided)
-    part[tuple(items)] = value
+    part[found[0]] = value
     return wrap(part, divided.vocabulary, divided.divided_dim)
 
 
@@ -274,6 +242,18 @@ def index_select(
     return wrap(part, divided.vocabulary, divided.divided_dim)
 
 
+def _indexed(divided: VocabularyTensor, index: Any) -> tuple[tuple[Any, ...], int] | None:
+    """Return the items of an index, and the divided dim after it; None if it is not supported."""
+    items = _expanded(divided, index)
+    if items is None:
+        return None
+    if any(isinstance(each, Tensor) for each in items):
+        dim = _dim_behind_tensors(divided, items)
+    else:
+        dim = _divided_dim(_outline(divided)[tuple(items)], divided)
+    return None if dim is None else (tuple(items), dim)
+
+
 def _expanded(divided: VocabularyTensor, index: Any) -> list[Any] | None:
     """Return an index with its ellipsis expanded; None for kinds that need the whole tensor."""
     items = list(index) if isinstance(index, tuple) else [index]
@@ -282,7 +262,7 @@ def _expanded(divided: VocabularyTensor, index: Any) -> list[Any] | None:
         or each is Ellipsis
         or isinstance(each, slice)
         or (isinstance(each, int) and not isinstance(each, bool))
-        or isinstance(each, Tensor)
+        or (isinstance(each, Tensor) and not isinstance(each, VocabularyTensor))
         for each in items
     ):
         return None

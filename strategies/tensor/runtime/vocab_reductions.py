@@ -42,21 +42,6 @@ from boltmesh.strategies.tensor.runtime.vocab_tensor import (
 )
 
 
-def log_softmax(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return log probabilities of this rank's tokens, ``(..., v)`` like ``logits``. Collective."""
-    return cast("Tensor", _LogSoftmax.apply(logits, vocabulary))  # type: ignore[no-untyped-call]
-
-
-def softmax(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return probabilities of this rank's tokens, ``(..., v)`` like ``logits``. Collective."""
-    return cast("Tensor", _Softmax.apply(logits, vocabulary))  # type: ignore[no-untyped-call]
-
-
-def log_sum_exp(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return the log of the sum of the exponentials of all tokens, ``(...)``. Collective."""
-    return cast("Tensor", _LogSumExp.apply(logits, vocabulary))  # type: ignore[no-untyped-call]
-
-
 def pick(scores: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Return the score of one token per position, replicated. Collective.
 
@@ -93,6 +78,8 @@ def log_probabilities(logits: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, T
 
 
 class _LogSoftmax(Function):
+    """Log probabilities of this rank's tokens, ``(..., v)`` like the logits. Collective."""
+
     @staticmethod
     @override
     def forward(ctx: Any, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -112,6 +99,8 @@ class _LogSoftmax(Function):
 
 
 class _Softmax(Function):
+    """Probabilities of this rank's tokens, ``(..., v)`` like the logits. Collective."""
+
     @staticmethod
     @override
     def forward(ctx: Any, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -131,6 +120,8 @@ class _Softmax(Function):
 
 
 class _LogSumExp(Function):
+    """The log of the sum of the exponentials of all tokens, ``(...)``. Collective."""
+
     @staticmethod
     @override
     def forward(ctx: Any, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -167,64 +158,6 @@ class _Pick(Function):
         return spread.scatter_(-1, places.unsqueeze(-1), own.unsqueeze(-1)), None, None
 
 
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    vocabulary: Vocabulary,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of each position, and its weight in a mean; both 0 if it is ignored.
-
-    Collective. Both are ``(N,)``, in fp32 (fp64 for fp64), and replicated.
-
-    Args:
-        logits: Logits of this rank's tokens, ``(N, v)``.
-        targets: Tokens or ``ignore_index``, ``(N,)``, replicated.
-        vocabulary: The tokens of each rank.
-        weight: Weight of every token, ``(V,)``, replicated.
-        ignore_index: Value of targets to ignore.
-        label_smoothing: Share of the target's probability that is spread over all tokens.
-
-    Raises:
-        IndexError: A target is neither a token nor ignored.
-    """
-    losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, targets, vocabulary, weight, ignore_index, label_smoothing
-    )
-    return cast("Tensor", losses), counted(targets, weight, ignore_index).to(losses.dtype)
-
-
-def negative_log_likelihood(
-    scores: Tensor,
-    targets: Tensor,
-    vocabulary: Vocabulary,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-) -> tuple[Tensor, Tensor]:
-    """Return losses and weights as `cross_entropy`, from log probabilities ``(N, v)``. Collective.
-
-    Raises:
-        IndexError: A target is neither a token nor ignored.
-    """
-    weights = counted(targets, weight, ignore_index)
-    is_ignored = targets == ignore_index
-    picked = pick(scores, targets.masked_fill(is_ignored, 0), vocabulary)
-    losses = -picked.masked_fill(is_ignored, 0) * weights
-    return losses, weights.to(losses.dtype)
-
-
-def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
-    """Reduce ``(N,)`` losses by ``reduction``; without targets the mean is NaN, as in torch."""
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / counts.sum()
-
-
 def counted(targets: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Return the weight of each target, ``(N,)``; 0 if it is ignored."""
     is_ignored = targets == ignore_index
@@ -235,6 +168,8 @@ def counted(targets: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
 
 
 class _CrossEntropy(Function):
+    """Loss of each position, ``(N,)``, 0 if ignored, in fp32 (fp64 for fp64). Collective."""
+
     @staticmethod
     @override
     def forward(
@@ -331,7 +266,7 @@ def logsumexp(func: Callable[..., Any], divided: Any, dim: _Dims, keepdim: bool 
     if not isinstance(divided, VocabularyTensor) or _dims(divided, dim) != (divided.divided_dim,):
         return NO_RULE
     last = unwrap(divided).movedim(divided.divided_dim, -1)
-    total = log_sum_exp(last, divided.vocabulary)
+    total: Tensor = _LogSumExp.apply(last, divided.vocabulary)  # type: ignore[no-untyped-call]
     return total.unsqueeze(divided.divided_dim) if keepdim else total
 
 
@@ -420,15 +355,12 @@ def cross_entropy_loss(
     """Compute the loss if targets are tokens; targets that are probabilities need whole logits."""
     if size_average is not None or reduce is not None or not _fits(logits, target, weight):
         return NO_RULE
-    losses, counted = cross_entropy(
-        _rows(logits),
-        target.reshape(-1),
-        logits.vocabulary,
-        weight=weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
+    targets = target.reshape(-1)
+    losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        _rows(logits), targets, logits.vocabulary, weight, ignore_index, label_smoothing
     )
-    return _reduced(losses, counted, reduction, target, _result_type(F.cross_entropy, logits))
+    weights = counted(targets, weight, ignore_index)
+    return _reduced(losses, weights, reduction, target, _result_type(F.cross_entropy, logits))
 
 
 @rule_for("nll_loss")
@@ -445,14 +377,12 @@ def nll_loss(
     """Compute the loss from log probabilities."""
     if size_average is not None or reduce is not None or not _fits(scores, target, weight):
         return NO_RULE
-    losses, counted = negative_log_likelihood(
-        _rows(scores),
-        target.reshape(-1),
-        scores.vocabulary,
-        weight=weight,
-        ignore_index=ignore_index,
-    )
-    return _reduced(losses, counted, reduction, target, _result_type(F.nll_loss, scores))
+    targets = target.reshape(-1)
+    is_ignored = targets == ignore_index
+    weights = counted(targets, weight, ignore_index)
+    picked = pick(_rows(scores), targets.masked_fill(is_ignored, 0), scores.vocabulary)
+    losses = -picked.masked_fill(is_ignored, 0) * weights
+    return _reduced(losses, weights, reduction, target, _result_type(F.nll_loss, scores))
 
 
 @rule_for("log_softmax softmax")
@@ -471,8 +401,9 @@ def normalize(
         return wrap(func(local, dim, dtype=dtype), logits.vocabulary, logits.divided_dim)
     # The dtype as torch computes it, which autocast may change.
     kind = func(local.detach().new_zeros(1), 0, dtype=dtype).dtype
-    over = softmax if func.__name__ == "softmax" else log_softmax
-    result = over(local.movedim(logits.divided_dim, -1).to(kind), logits.vocabulary)
+    over: type[Function] = _Softmax if func.__name__ == "softmax" else _LogSoftmax
+    last = local.movedim(logits.divided_dim, -1).to(kind)
+    result: Tensor = over.apply(last, logits.vocabulary)  # type: ignore[no-untyped-call]
     return wrap(result.movedim(-1, logits.divided_dim), logits.vocabulary, logits.divided_dim)
 
 
@@ -505,9 +436,13 @@ def _result_type(loss: Callable[..., Tensor], logits: VocabularyTensor) -> torch
 
 
 def _reduced(
-    losses: Tensor, counted: Tensor, reduction: str, target: Tensor, kind: torch.dtype
+    losses: Tensor, weights: Tensor, reduction: str, target: Tensor, kind: torch.dtype
 ) -> Any:
-    if reduction not in {"none", "mean", "sum"}:
+    """Reduce losses and the weights of targets, ``(N,)``; without any the mean is NaN."""
+    if reduction == "none":
+        return losses.to(kind).reshape(target.shape)
+    if reduction == "sum":
+        return losses.sum().to(kind)
+    if reduction != "mean":
         return NO_RULE
-    result = reduced(losses, counted, reduction).to(kind)
-    return result.reshape(target.shape) if reduction == "none" else result
+    return (losses.sum() / weights.to(losses.dtype).sum()).to(kind)

@@ -122,23 +122,6 @@ class Vocabulary:
         is_others = (places < 0) | (places >= self.length)
         return places.masked_fill(is_others, 0), is_others
 
-    def note_gather(self, function: str, *, needs_grad: bool) -> None:
-        """Count a function for which a tensor was gathered.
-
-        Args:
-            function: Its name.
-            needs_grad: Whether a loss may be computed from the tensor.
-
-        Raises:
-            ConfigError: With ``loss_parallel=True``, if ``needs_grad``.
-        """
-        if self.loss_parallel is True and needs_grad:
-            raise ConfigError(
-                f"loss_parallel=True, but '{function}' needs the logits of all {self.size} "
-                "tokens. Set strategy.loss_parallel=auto to have them gathered there."
-            )
-        self.gathered_for[function] = self.gathered_for.get(function, 0) + 1
-
     @property
     def _is_even(self) -> bool:
         return self.size % self.group.size == 0
@@ -175,11 +158,13 @@ _ABOUT = frozenset(
     )
     for name in line.split()
 )
+"""Functions that read only metadata, or are part of autograd."""
 
 _COPYING = {"T", "mT", "H", "mH", "data", "real", "imag"}
 """Properties that are tensors. All others are those of the whole tensor."""
 
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+"""Functions that modify their first argument, beside those whose name ends with ``_``."""
 
 
 def rule_for(*lines: str) -> Callable[[Rule], Rule]:
@@ -191,16 +176,6 @@ def rule_for(*lines: str) -> Callable[[Rule], Rule]:
         return rule
 
     return register
-
-
-def needs_no_values(name: str, *, is_property: bool) -> bool:
-    """Whether a function reads only metadata or is part of autograd, and needs no values."""
-    return name in _ABOUT or (is_property and name not in _COPYING)
-
-
-def is_writing(name: str) -> bool:
-    """Whether a function of this name modifies its first argument."""
-    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 def name_of(func: Callable[..., Any]) -> tuple[str, bool]:
@@ -255,10 +230,10 @@ class VocabularyTensor(Tensor):
         name, is_property = name_of(func)
         if is_property and name == "data" and len(args) > 1:
             raise NotImplementedError("'data' of a divided tensor cannot be set. Use copy_().")
-        if needs_no_values(name, is_property=is_property):
+        if name in _ABOUT or (is_property and name not in _COPYING):
             with subclasses_unasked():
                 return func(*args, **kwargs)
-        if is_writing(name):
+        if name in _WRITING or (name.endswith("_") and not name.endswith("__")):
             return _write(func, name, args, kwargs)
         return apply_rule(func, name, args, kwargs)
 
@@ -281,9 +256,10 @@ class VocabularyTensor(Tensor):
             divided = next(each for each in args if isinstance(each, VocabularyTensor))
             return _like(divided, func(*(part_like(divided, each) for each in args)))
         for value, is_written in written_or_viewed(func, args, kwargs):
-            if is_written and holds_divided(value):
+            if is_written and (found := _divided_in(value)):
+                length = found[0].vocabulary.length
                 raise NotImplementedError(
-                    f"{name} writes to a tensor of which each rank has {_length(value)} tokens. "
+                    f"{name} writes to a tensor of which each rank has {length} tokens. "
                     "Write to a clone, or set strategy.loss_parallel=false."
                 )
         note(args, kwargs, name)
@@ -327,7 +303,7 @@ def apply_rule(
         args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
     result = NO_RULE if rule is None or "out" in kwargs else rule(func, *args, **kwargs)
     if result is NO_RULE:
-        if holds_divided(kwargs.get("out")):
+        if _divided_in(kwargs.get("out")):
             raise NotImplementedError(f"{name} cannot write its result to a divided tensor.")
         note(args, kwargs, name)
         args, kwargs = gathered((args, kwargs))
@@ -336,11 +312,21 @@ def apply_rule(
 
 
 def note(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
-    """Count a gather at the vocabulary of the first divided argument."""
+    """Count a gather for a function at the vocabulary of its first divided argument.
+
+    Raises:
+        ConfigError: With ``loss_parallel=True``, if a loss may be computed from the tensor.
+    """
     found: list[VocabularyTensor] = []
     tree_map_only(VocabularyTensor, found.append, (args, kwargs))
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in found)
-    found[0].vocabulary.note_gather(name, needs_grad=needs_grad)
+    vocabulary = found[0].vocabulary
+    if vocabulary.loss_parallel is True and needs_grad:
+        raise ConfigError(
+            f"loss_parallel=True, but '{name}' needs the logits of all {vocabulary.size} "
+            "tokens. Set strategy.loss_parallel=auto to have them gathered there."
+        )
+    vocabulary.gathered_for[name] = vocabulary.gathered_for.get(name, 0) + 1
 
 
 def _write(
@@ -440,12 +426,7 @@ def _gather_value(divided: VocabularyTensor) -> Tensor:
         return divided.vocabulary.gather(_local_of(divided), divided.divided_dim)
 
 
-def holds_divided(value: Any) -> bool:
-    """Whether a value, or an item of a list or tuple, is a divided tensor."""
+def _divided_in(value: Any) -> list[VocabularyTensor]:
+    """Return the divided tensors among a value, or among the items of a list or tuple."""
     values = value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(each, VocabularyTensor) for each in values)
-
-
-def _length(value: Any) -> int:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return next(each.vocabulary.length for each in values if isinstance(each, VocabularyTensor))
+    return [each for each in values if isinstance(each, VocabularyTensor)]

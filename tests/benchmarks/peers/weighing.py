@@ -85,7 +85,8 @@ def plan(strategy: MeshStrategy, pl_module: Module, accumulate: int) -> MemoryEs
     axis = strategy.data_axis
     if isinstance(axis, ZeroAxis):
         stage = axis.options.stage
-        return estimate_memory(axis.describe(), ShardingLayout("", stage), axis.describe_job())
+        known = axis._expectations
+        return estimate_memory(known.shape, ShardingLayout("", stage), known.job)
     shapes = tuple(
         TensorShape(name, tuple(each.shape), is_multiplied=name.endswith("weight"))
         for name, each in pl_module.named_parameters()

@@ -43,8 +43,8 @@ def save_and_die(rank: int, world_size: int, folder: Path, where: str) -> None:
         return rename(path, target)
 
     faults: dict[str, list[tuple[Any, str, Any]]] = {
-        "rank 0 in its shards": [(shard_writer, "_write", die)],
-        "rank 1 in its shards": [(shard_writer, "_write", die)],
+        "rank 0 in its shards": [(shard_writer, "_write_piece", die)],
+        "rank 1 in its shards": [(shard_writer, "_write_piece", die)],
         "before the manifest": [(directory, "write_manifest", die)],
         "before the new name": [(folder_module, "replace", die)],
         "before the old one is deleted": [(atomic_replace, "remove", die)],

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from boltmesh.strategies.context import exchange
 from boltmesh.strategies.context.attention import attend_from_last, causal_attention
-from boltmesh.strategies.context.entries import find_sequences
 from boltmesh.strategies.context.positions import (
     Positions,
     divide,
@@ -261,7 +260,7 @@ class Looking(nn.Module):
 def test_modules_that_look_along_the_sequence_do_not_run_on_plain_tensors() -> None:
     model = Looking()
     found = analyse(model, lambda model: model(torch.ones(2, 12, dtype=torch.long)), blocks={})
-    modules = find_tokenwise(found, find_sequences(found)[0])
+    modules = find_tokenwise(found)
     plain = TokenwiseModule(dim=1, draws=False)  # draws for rows are those of one process
     assert modules == {"ways.rows": plain, "ways.no": plain,
                        "ways.dropout": TokenwiseModule(dim=1, draws=True)}  # fmt: skip

@@ -41,6 +41,12 @@ def a_model() -> ModelShape:
     return ModelShape("three", (first, unit("second", 30011), root))
 
 
+def trained_numel(model: ModelShape, num_shards: int) -> int:
+    """Elements of one rank's padded shards of the trained parameters."""
+    tensors = (each for unit in model.units for each in unit.tensors)
+    return sum(each.padded_numel(num_shards) for each in tensors if each.is_trained)
+
+
 def engine_buckets(model: ModelShape, num_shards: int, *, frozen: bool) -> list[buckets.Bucket]:
     made = []
     first, second, root = model.units
@@ -116,7 +122,7 @@ def test_shares_are_met_to_within_a_chunk():
     model, job = a_model(), JobShape(2, widths_of("32-true"))
     shares = {"host": 0.3, "disk": 0.5}
     planned = offload.offloaded_state(model, ShardingLayout("zero", 3, shares), job)
-    trained = sum(each.padded_numel(2, trained=True) for each in model.units)
+    trained = trained_numel(model, 2)
     assert sum(planned.numels.values()) == trained
     for place, share in {**shares, "device": 0.2}.items():
         assert abs(planned.numels[place] - share * trained) <= CHUNK_NUMEL
@@ -149,7 +155,7 @@ def test_copies_of_parameters_take_what_the_stores_say(place, bytes_of):
 def test_frozen_parameters_stay_as_they_are_where_shards_stay_on_the_device():
     model, job = a_model(), JobShape(3, widths_of("bf16-mixed"))
     planned = offload.parameter_copies(model, ShardingLayout("zero", 3, {"host": 1.0}), job)
-    trained = sum(each.padded_numel(3, trained=True) for each in model.units)
+    trained = trained_numel(model, 3)
     assert planned == Bytes(device=2 * trained + 4 * 11 * 1024)
 
 

@@ -134,7 +134,7 @@ def test_a_stack_is_indexed_as_torch_does() -> None:
 def counted(rank: int, world_size: int) -> tuple[int, int]:
     """Return how many rows come to a rank of which every row wants all experts."""
     assert dist.group.WORLD is not None
-    exchange = ExpertExchange("experts", EXPERTS, dist.group.WORLD)
+    exchange = ExpertExchange(EXPERTS, dist.group.WORLD)
     came = []
 
     def compute(rows: Tensor, local: Tensor, weights: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class Waits(TorchFunctionMode):
 def waited(rank: int, world_size: int) -> list[list[str]]:
     _, rows, chosen, weights = made("spread", rank)
     assert dist.group.WORLD is not None
-    exchange = ExpertExchange("experts", EXPERTS, dist.group.WORLD)
+    exchange = ExpertExchange(EXPERTS, dist.group.WORLD)
     exchange.capacity = 2
     found = []
     for run in (exchange.run, exchange.run_in_places):

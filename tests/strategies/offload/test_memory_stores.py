@@ -64,7 +64,8 @@ def test_a_sized_store_takes_what_it_was_sized_for_and_no_more() -> None:
 def test_parts_of_an_arena_are_zero_apart_and_aligned() -> None:
     generator = random.Random(0)
     sizes = [generator.randint(0, 50) for _ in range(40)]
-    arena = HostArena(CPU, sum(HostArena.bytes_of(2 * n) for n in sizes))
+    arena = HostArena(CPU)
+    arena.reserve(sum(HostArena.bytes_of(2 * n) for n in sizes))
     parts = [arena.take(n, torch.bfloat16) for n in sizes]
     for number, part in enumerate(parts):
         assert part.dtype == torch.bfloat16

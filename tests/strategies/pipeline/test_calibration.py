@@ -23,7 +23,7 @@ from boltmesh.strategies.pipeline.loss.loss_check import MOST_TRIES, LossChecks
 from boltmesh.strategies.pipeline.loss.trial import SharedDraws, TailTrial
 from boltmesh.strategies.pipeline.loss.weights import StepWeights
 from boltmesh.strategies.pipeline.microbatch import Rows
-from boltmesh.strategies.pipeline.microbatch_runs import SentScalars
+from boltmesh.strategies.pipeline.microbatch_runs import MicrobatchRun, SentScalars
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
@@ -342,10 +342,8 @@ def traced(kind: type[Traced] = Traced) -> tuple[Traced, TailTrial]:
     units = find_stage_units(module)
     plans = StagePlans(module, units, {name: index > 1 for index, name in enumerate(units)})
     data = torch.randn(8, 4), torch.arange(8) % 5
-    trial = TailTrial(
-        module, plans, (data, 0), {}, around=nullcontext, seed=5, rows=Rows(8), device=CPU
-    )
-    return module, trial
+    run = MicrobatchRun("training_step", data, [data], (0,), {}, [5])
+    return module, TailTrial(plans, run, Rows(8), nullcontext, CPU)
 
 
 def test_a_module_is_as_it_was_after_a_trial() -> None:

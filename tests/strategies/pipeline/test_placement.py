@@ -88,7 +88,7 @@ def test_a_step_is_looked_at_once_to_cut_and_to_run_it(monkeypatch) -> None:
     again = fresh.stages("training_step", batch, 0, seed=1)
     assert len(looks) == 2
     for one, other in zip(runs, again, strict=True):
-        assert one.plan.events == other.plan.events
+        assert one.plan.trace.events == other.plan.trace.events
         assert one.plan.values_in == other.plan.values_in
         assert one.plan.parameters == other.plan.parameters
         assert one.plan.handling == other.plan.handling

@@ -143,9 +143,9 @@ def count_traffic(rank: int, world_size: int, name: str) -> tuple[Counter, list[
     for _ in range(2):
         executor.run(program, [PieceStage(piece, SIZES) for piece in pieces])
     executor.close()
-    return moved, expected_traffic(
-        program, lambda index, microbatch: boundary(SIZES[microbatch], index), accumulated=2
-    )
+    stages = range(len(program.rank_of_stage))
+    crossing = [[boundary(size, index) for index in stages] for size in SIZES]
+    return moved, expected_traffic(program, crossing, accumulated=2)
 
 
 @pytest.mark.sample("1f1b")
@@ -261,6 +261,6 @@ def test_expected_traffic_counts_gradients_of_trained_values_only(accumulated: i
     program = RankProgram.parse(
         ["0F0", "0SEND_F0", "0RECV_B0", "0B0"], rank=0, rank_of_stage=(0, 1)
     )
-    sent, received = expected_traffic(program, lambda *_: specs, accumulated=accumulated)
+    sent, received = expected_traffic(program, [[(), specs]], accumulated=accumulated)
     assert (sent.payload_bytes, sent.calls) == (28 * accumulated, 2 * accumulated)
     assert (received.payload_bytes, received.calls) == (24 * accumulated, accumulated)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward_inputs
 from boltmesh.strategies.tensor.runtime import collectives
-from boltmesh.strategies.tensor.runtime.boundaries import ReplicatedBoundary
+from boltmesh.strategies.tensor.runtime.boundaries import BlockBoundary
 from boltmesh.strategies.tensor.runtime.plain_shards import Column
 from tests.support.ranks import run_ranks
 from tests.support.tensor_runs import world
@@ -142,7 +142,7 @@ def _layers(bias: bool) -> tuple[Tensor, list[nn.Linear]]:
 
 def _attended(value: Tensor, layers: list[nn.Linear], *, is_beside: bool) -> Tensor:
     """Let three layers take a value as queries, keys and values do."""
-    boundary, columns = ReplicatedBoundary(world()), []
+    boundary, columns = BlockBoundary(world()), []
     for each in layers:
         around: Any = Column(boundary) if is_beside else None
         given = value if is_beside else boundary.enter(value)
@@ -220,7 +220,7 @@ def test_a_gradient_of_a_gradient_goes_through_the_sum_and_the_product() -> None
 def _halves(rank: int, size: int) -> tuple[int, int, bool]:
     value, (layer, *_) = _layers(bias=True)
     value.requires_grad_()
-    out = Column(ReplicatedBoundary(world()))(layer.forward, value * 1)
+    out = Column(BlockBoundary(world()))(layer.forward, value * 1)
     graph, seed = StageGraph.of((value,), (out,)), torch.ones_like(out)
     with FlopCounterMode(display=False) as first:
         _, later = backward_inputs(graph, (seed,))

@@ -7,9 +7,8 @@ tensors along a dim, or join them.
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.tensor.analysis.op_rules.rule import OperatorCall, rule
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim, narrow, new_dim, regroup
-from boltmesh.strategies.tensor.analysis.trace import Lookup, Use
+from boltmesh.strategies.tensor.analysis.trace import Lookup, OperatorCall, rule
 
 
 @rule(
@@ -18,7 +17,7 @@ from boltmesh.strategies.tensor.analysis.trace import Lookup, Use
 )  # fmt: skip
 def copy(call: OperatorCall) -> None:
     """Return the same elements."""
-    call.give(*call.dims(call.first), parameter=call.trace.parameter(call.first))
+    call.give_view(*call.dims(call.first))
 
 
 @rule("empty_like", "full_like", "new_empty_like", "ones_like", "zeros_like")
@@ -35,7 +34,7 @@ def view(call: OperatorCall) -> None:
         return
     dims = regroup(call.dims(call.first), call.output.shape, call.trace.reason(call.name))
     call.names_sizes(dims)
-    call.give(*dims, parameter=call.trace.parameter(call.first))
+    call.give_view(*dims)
 
 
 @rule("permute", "t", "transpose")
@@ -49,7 +48,7 @@ def transpose(call: OperatorCall) -> None:
         dims[one], dims[other] = dims[other], dims[one]
     else:
         dims = [dims[each] for each in call.arguments["dims"]]
-    call.give(*dims, parameter=call.trace.parameter(call.first))
+    call.give_view(*dims)
 
 
 @rule("unsqueeze")
@@ -57,7 +56,7 @@ def unsqueeze(call: OperatorCall) -> None:
     """Insert a dim of one element."""
     dims = list(call.dims(call.first))
     dims.insert(call.arguments["dim"] % call.output.ndim, ())
-    call.give(*dims, parameter=call.trace.parameter(call.first))
+    call.give_view(*dims)
 
 
 @rule("squeeze")
@@ -67,7 +66,7 @@ def squeeze(call: OperatorCall) -> None:
     chosen = range(ndim) if asked is None else asked if isinstance(asked, list) else [asked]
     dropped = {each % ndim for each in chosen if call.first.shape[each] == 1} if ndim else set()
     dims = [dim for place, dim in enumerate(call.dims(call.first)) if place not in dropped]
-    call.give(*dims, parameter=call.trace.parameter(call.first))
+    call.give_view(*dims)
 
 
 @rule("broadcast_to", "expand", "expand_copy")
@@ -79,7 +78,7 @@ def expand(call: OperatorCall) -> None:
         if call.first.shape[place - first] == call.output.shape[place]:
             dims[place] = dim
     call.names_sizes(dims)
-    call.give(*dims, parameter=call.trace.parameter(call.first))
+    call.give_view(*dims)
 
 
 @rule("repeat")
@@ -104,18 +103,7 @@ def view_as_complex(call: OperatorCall) -> None:
 @rule("view_as_real")
 def view_as_real(call: OperatorCall) -> None:
     """View complex numbers as pairs."""
-    pair = new_dim(2)
-    call.whole(pair)
-    call.give(*call.dims(call.first), pair)
-
-
-def _looks_up(call: OperatorCall, table: Tensor) -> bool:
-    """Record a lookup of a parameter's rows, which may be divided; return whether it is one."""
-    parameter = call.trace.parameter(table)
-    if parameter is None:
-        return False
-    call.trace.lookups.append(Lookup(parameter, call.trace.module))
-    return True
+    call.give(*call.dims(call.first), call.new_whole(2))
 
 
 @rule("embedding")
@@ -123,8 +111,11 @@ def embedding(call: OperatorCall) -> None:
     """Look up rows of a table; the row axis is no axis of the output."""
     table, indices = call.inputs[:2]
     dims = call.dims(table)
-    if not _looks_up(call, table):
+    parameter = call.trace.parameter(table)
+    if parameter is None:
         call.whole(dims[0])
+    else:
+        call.trace.lookups.append(Lookup(parameter, call.trace.module))
     call.give(*call.dims(indices), *dims[1:])
 
 
@@ -145,8 +136,7 @@ def index(call: OperatorCall) -> None:
         if not adjacent or places[0] != 0 or kept < 0:
             call.forget()
             return
-        front = [new_dim(size) for size in call.output.shape[:kept]]
-        call.whole(*front)
+        front = [call.new_whole(size) for size in call.output.shape[:kept]]
         call.give(*front, *dims[covered:])
         return
     count = call.output.ndim - (len(dims) - len(places))
@@ -166,8 +156,7 @@ def index_select(call: OperatorCall) -> None:
     dims = list(call.dims(call.first))
     place = call.arguments["dim"] % len(dims)
     call.whole(dims[place])
-    dims[place] = new_dim(call.output.shape[place])
-    call.whole(dims[place])
+    dims[place] = call.new_whole(call.output.shape[place])
     call.give(*dims)
 
 
@@ -206,11 +195,7 @@ def index_put(call: OperatorCall) -> None:
         return
     behind = call.dims(call.first)[count:]
     front = values.ndim - len(behind)
-    for size, one, other in zip(
-        reversed(values.shape), reversed(behind), reversed(call.dims(values)), strict=False
-    ):
-        if size > 1:
-            call.same(one, other)
+    call.same_from_last(values.shape, behind, call.dims(values))
     call.whole(*call.dims(call.first)[:count], *call.dims(values)[: max(front, 0)])
     _put(call, set(range(count)), [])
 
@@ -235,8 +220,7 @@ def pad(call: OperatorCall) -> None:
     added = call.arguments.get("pad") or call.arguments.get("padding") or ()
     for back in range(1, len(added) // 2 + 1):
         call.whole(dims[-back])
-        dims[-back] = new_dim(call.output.shape[-back])
-        call.whole(dims[-back])
+        dims[-back] = call.new_whole(call.output.shape[-back])
     call.give(*dims)
 
 
@@ -262,13 +246,7 @@ def split(call: OperatorCall) -> None:
     for output in call.outputs:
         size = output.shape[place]
         section = narrow(dims[place], start, size, call.trace.reason(call.name))
-        call.give(
-            *dims[:place],
-            section,
-            *dims[place + 1 :],
-            output=output,
-            parameter=call.trace.parameter(call.first),
-        )
+        call.give_view(*dims[:place], section, *dims[place + 1 :], output=output)
         start += size
 
 
@@ -280,15 +258,14 @@ def cut(call: OperatorCall) -> None:
     whole, size = call.first.shape[place], call.output.shape[place]
     if (call.arguments.get("step") or 1) != 1:
         call.whole(dims[place])
-        dims[place] = new_dim(size)
-        call.whole(dims[place])
+        dims[place] = call.new_whole(size)
     else:
         start = call.arguments.get("start") or 0
         start = min(max(start + whole, 0) if start < 0 else start, whole)
         dims[place] = narrow(dims[place], start, size, call.trace.reason(call.name))
         if size != whole:
             call.names_sizes(dims)
-    call.give(*dims, parameter=call.trace.parameter(call.first))
+    call.give_view(*dims)
 
 
 @rule("select", "unbind")
@@ -297,7 +274,7 @@ def select(call: OperatorCall) -> None:
     dims = list(call.dims(call.first))
     call.whole(dims.pop(call.arguments.get("dim", 0) % call.first.ndim))
     for each in call.outputs:
-        call.give(*dims, output=each, parameter=call.trace.parameter(call.first))
+        call.give_view(*dims, output=each)
 
 
 @rule("cat", "stack")
@@ -317,12 +294,9 @@ def join(call: OperatorCall) -> None:
         dims.insert(place, ())
     else:
         call.whole(*(call.dims(each)[place] for each in parts))
-    dims[place] = new_dim(call.output.shape[place])
-    call.whole(dims[place])
+    dims[place] = call.new_whole(call.output.shape[place])
     for each in parts:
-        parameter = call.trace.parameter(each)
-        if parameter is not None:
-            call.trace.uses.append(Use(parameter, tuple(dims), call.trace.module))
+        call.uses(each)
     call.give(*dims)
 
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from boltmesh.strategies.tensor.analysis.op_rules.rule import OperatorCall, rule
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim, new_dim
-from boltmesh.strategies.tensor.analysis.trace import Product, Use
+from boltmesh.strategies.tensor.analysis.trace import OperatorCall, Product, rule
 
 
 @rule(
@@ -32,8 +31,7 @@ def make(call: OperatorCall) -> None:
 def look(call: OperatorCall) -> None:
     """Return nothing or a number, which is equal on all ranks if the input is whole."""
     if call.name in {"_local_scalar_dense", "equal"}:
-        for each in call.inputs:
-            call.whole(*call.dims(each))
+        call.whole_tensors(*call.inputs)
 
 
 @rule(
@@ -60,9 +58,7 @@ def pointwise(call: OperatorCall) -> None:
         new_dim(size) if dim is None else dim for size, dim in zip(shape, dims, strict=True)
     )
     for each in taken:
-        parameter = call.trace.parameter(each)
-        if parameter is not None:
-            call.trace.uses.append(Use(parameter, given, call.trace.module))
+        call.uses(each)
     alone = len(taken) == 1 and taken[0].shape == shape
     call.give(*given, parameter=call.trace.parameter(taken[0]) if alone else None)
     if call.name.endswith("_"):  # what is written to may not be what comes back
@@ -134,8 +130,7 @@ def choose(call: OperatorCall) -> None:
     call.whole(dims[place])
     for each in call.outputs:
         if each.ndim == len(dims):
-            dims[place] = new_dim(each.shape[place])
-            call.whole(dims[place])
+            dims[place] = call.new_whole(each.shape[place])
             call.give(*dims, output=each)
         else:
             call.give(*dims[:place], *dims[place + 1 :], output=each)
@@ -157,21 +152,14 @@ def norm(call: OperatorCall) -> None:
     normed = dims[len(dims) - count :]
     call.whole(*normed)
     for name in ("weight", "bias"):
-        _scale(call, name, normed, dims)
+        scale = call.tensor(name)
+        if scale is not None:
+            for one, other in zip(normed, call.dims(scale), strict=True):
+                call.same(one, other)
+            call.uses(scale)
     call.give(*dims)
     for each in call.outputs[1:]:
         call.give(*dims[: len(dims) - count], *[()] * count, output=each)
-
-
-def _scale(call: OperatorCall, name: str, normed: Sequence[Dim], dims: Sequence[Dim]) -> None:
-    given = call.tensor(name)
-    if given is None:
-        return
-    for one, other in zip(normed, call.dims(given), strict=True):
-        call.same(one, other)
-    parameter = call.trace.parameter(given)
-    if parameter is not None:
-        call.trace.uses.append(Use(parameter, tuple(dims), call.trace.module))
 
 
 @rule(
@@ -184,8 +172,7 @@ def channel_norm(call: OperatorCall) -> None:
     call.whole(*rest)
     if call.name != "native_group_norm":
         call.whole(batch)
-    for each in call.inputs[1:]:
-        call.whole(*call.dims(each))
+    call.whole_tensors(*call.inputs[1:])
     call.give(batch, *rest)
     call.give_new(*call.outputs[1:])
 
@@ -196,8 +183,7 @@ def channel_norm(call: OperatorCall) -> None:
 )  # fmt: skip
 def loss(call: OperatorCall) -> None:
     """Compute a loss from predictions and targets, reduced or not."""
-    for each in call.inputs:
-        call.whole(*call.dims(each))
+    call.whole_tensors(*call.inputs)
     call.give_new(*call.outputs)
 
 
@@ -213,8 +199,7 @@ def pool(call: OperatorCall) -> None:
     first = 1 if call.name == "im2col" else len(dims) - _spatial(call.name)
     call.whole(*dims[first:])
     for each in call.outputs:
-        spatial = [new_dim(size) for size in each.shape[first:]]
-        call.whole(*spatial)
+        spatial = [call.new_whole(size) for size in each.shape[first:]]
         call.give(*dims[:first], *spatial, output=each)
 
 
@@ -241,14 +226,8 @@ def _add(call: OperatorCall, added: Tensor | None, dims: tuple[Dim, ...]) -> Non
     """Unify the dims of a bias or another addend with those of a product, from the last back."""
     if added is None:
         return
-    parameter = call.trace.parameter(added)
-    if parameter is not None:
-        call.trace.uses.append(Use(parameter, dims, call.trace.module, True))
-    for size, mine, theirs in zip(
-        reversed(added.shape), reversed(dims), reversed(call.dims(added)), strict=False
-    ):
-        if size > 1:
-            call.same(mine, theirs)
+    call.uses(added, is_addend=True)
+    call.same_from_last(added.shape, dims, call.dims(added))
 
 
 @rule("mm", "addmm", "bmm", "baddbmm")
@@ -322,10 +301,8 @@ def convolution(call: OperatorCall) -> None:
         contract(call, data, weight, (channels, into))
     else:
         call.whole(channels, out, into)
-        out = new_dim(call.output.shape[1])
-        call.whole(out)
-    spatial = [new_dim(size) for size in call.output.shape[2:]]
-    call.whole(*spatial)
+        out = call.new_whole(call.output.shape[1])
+    spatial = [call.new_whole(size) for size in call.output.shape[2:]]
     _add(call, bias, (out,))
     call.give(batch, out, *spatial)
 
@@ -352,18 +329,10 @@ def attention(call: OperatorCall) -> None:
     call.whole(query[3], key[2])
     scores = (query[0], query[1], query[2], key[2])
     for name in ("attn_mask", "attn_bias"):
-        _mask(call, call.tensor(name), scores)
+        mask = call.tensor(name)
+        if mask is not None:
+            call.same_from_last(mask.shape, call.dims(mask), scores)
     if (call.arguments.get("dropout_p") or 0) > 0:
         call.draws(scores)
     call.give(query[0], query[1], query[2], value[3])
     call.give_new(*call.outputs[1:])
-
-
-def _mask(call: OperatorCall, mask: Tensor | None, scores: tuple[Dim, ...]) -> None:
-    if mask is None:
-        return
-    for size, dim, other in zip(
-        reversed(mask.shape), reversed(call.dims(mask)), reversed(scores), strict=False
-    ):
-        if size > 1:
-            call.same(dim, other)
