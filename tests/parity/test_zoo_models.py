@@ -190,6 +190,32 @@ class Padded(VisionTransformer):
         self.log("validation", self.training_step(batch, batch_idx))
 
 
+class Tags(nn.Module):
+    """Embedding, layers and head in one module without repeated blocks, as a BiLSTM with a CRF."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 16)
+        self.lstm = nn.LSTM(16, 8, batch_first=True, bidirectional=True)
+        self.transitions = nn.Parameter(torch.randn(4, 4))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.head(self.lstm(self.embedding(words))[0]) @ self.transitions
+        return found
+
+
+class Tagger(VisionTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Tags()
+        del self.first, self.second, self.head
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        words = (batch[..., 0] * 4).long().clamp(0, 11)
+        return nn.functional.cross_entropy(self.net(words).flatten(0, 1), words.flatten() % 4)
+
+
 class Store:
     """Holds the tensors of a batch of another class, as in torch-geometric."""
 
@@ -259,6 +285,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         "SetsMetric-pipeline",
         "Padded-pipeline",
         "Graphs-pipeline",
+        "Tagger-3d",
     )
 )
 @pytest.mark.parametrize(
@@ -278,6 +305,8 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (Padded, "pipeline"),
         (Graphs, "pipeline"),
         (Graphs, "tensor"),
+        (Tagger, "pipeline"),
+        (Tagger, "3d"),
     ],
 )
 def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str) -> None:

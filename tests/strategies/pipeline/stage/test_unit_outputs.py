@@ -16,7 +16,9 @@ from boltmesh.strategies.pipeline.stage.units import (
     make_absent,
     refuse_calls_outside,
 )
+from boltmesh.strategies.tensor.expected_traffic import CountingGroup, OperatorTraffic
 from boltmesh.strategies.tensor.plan import Section, ShardedParameter
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.signatures import (
     SignatureGuard,
     Verified,
@@ -75,7 +77,7 @@ class Divided(Plain):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        group: Any = "the group"
+        group: Any = self._group()
         names = (f"blocks.{number}.inner.weight",)
         sections = (Section(outer=1, count=WIDTH, inner=1),)
         entry = ShardedParameter(names[0], names, (WIDTH, WIDTH), 0, sections, "column", 0)
@@ -85,8 +87,20 @@ class Divided(Plain):
         )
         Changes().wrap(self, guard)
 
+    def _group(self) -> Any:
+        return "the group"
+
     def _reason(self) -> str:
         return "others depend on it"
+
+
+class Counted(Divided):
+    """A block whose collectives were counted, also before."""
+
+    def _group(self) -> Any:
+        group = CountingGroup(0, 2)
+        group.counted["allreduce"] = OperatorTraffic(num_bytes=self.number, calls=1)
+        return TensorGroup(group, torch.device("cpu"))
 
 
 class DividedOtherwise(Divided):
@@ -181,8 +195,8 @@ def _facts(trace: StepTrace) -> Any:
     ("kind", "num_run"),
     # Of a batch, without gradients, of an input without one, and of one with one.
     [(Plain, 4), (Numbered, DEPTH), (Remembering, DEPTH), (Drawing, DEPTH), (Reading, DEPTH),
-     (Collecting, DEPTH), (Divided, 4), (DividedOtherwise, DEPTH), (Absent, 4), (Hooked, 4),
-     (HookedOtherwise, DEPTH)],
+     (Collecting, DEPTH), (Divided, 4), (Counted, 4), (DividedOtherwise, DEPTH), (Absent, 4),
+     (Hooked, 4), (HookedOtherwise, DEPTH)],
 )  # fmt: skip
 def test_blocks_give_what_each_gives(
     kind: type[Plain], num_run: int, monkeypatch: pytest.MonkeyPatch
