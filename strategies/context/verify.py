@@ -82,13 +82,13 @@ class ContextProof:
                 args = floats_in(torch.float32, move_data_to_device(self.dry_run.args, device))
                 run = replace(self.dry_run, args=tuple(args), probes=probes)
                 lengths = self._lengths(run)
+                run, whole = self._run_whole(run, max(lengths, default=0))
                 if not lengths:
                     raise ConfigError(
                         f"{type(module).__name__}.{run.step} does not call "
                         f"{' or '.join(repr(each.module) for each in self.entries)}, where its "
                         f"sequence would be divided. Use a strategy without a context axis."
                     )
-                run, whole = self._run_whole(run, max(lengths))
                 is_idle = False
                 fault, cut = None, DryRunOutcome()
                 try:

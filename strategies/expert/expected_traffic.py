@@ -157,6 +157,6 @@ def exchange_traffic(
     found = [in_step("expert", "alltoall_base", sent, why, is_mean=True)]
     if gathers_parts:
         joined = [shape.joined(sharing, is_recomputed=again) for shape, again in shapes]
-        why = "results of experts, and gradients of their rows and weights, of all parts"
-        found.append(in_step("tensor", "_allgather_base", joined, why))
+        of_parts = "results of experts, and gradients of their rows and weights, of all parts"
+        found.append(in_step("tensor", "_allgather_base", joined, of_parts))
     return found

@@ -120,7 +120,7 @@ class DividedList(DividedExperts):
             raise self._differs()
         return _connected(output, results)
 
-    def answer(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
+    def answer(self, number: int, /, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of an expert in this pass of the module.
 
         Args:

@@ -132,7 +132,7 @@ class CountingGroup(dist.ProcessGroup):
     def _count(
         self, operator: str, payload: Tensor, run: Callable[[dist.ProcessGroup], Any]
     ) -> Any:
-        """Count a collective, which ``run`` starts on a group, and return its work."""
+        """Count a collective, and return its work; ``run`` would start it on a real group."""
         num_bytes, calls = self.counted.get(operator, (0, 0))
         self.counted[operator] = OperatorTraffic(num_bytes + payload.nbytes, calls + 1)
         return _FinishedWork()

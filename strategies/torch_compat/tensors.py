@@ -94,8 +94,11 @@ def subclasses_asked() -> AbstractContextManager[None]:
 
 
 def times_written(tensor: Tensor) -> int:
-    """Return the version of a tensor: how often it was modified in place."""
-    return _of_traced(tensor).shape[0] if is_compiling() else tensor._version
+    """Return how often a tensor was modified in place; 0 for one of ``torch.inference_mode``."""
+    if is_compiling():
+        counted: int = _of_traced(tensor).shape[0]
+        return counted
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @torch.library.custom_op("boltmesh::times_written", mutates_args=())

@@ -1,13 +1,14 @@
 """A step of Muon with one owner for each matrix, beside one that every rank repeats.
 
     python tests/benchmarks/muon_step.py [--ranks 2] [--rounds 8] [--steps 8] [--width 256]
+                                         [--deepspeed]
 
 ``torch.optim.Muon`` steps the matrices of a GPT's blocks and AdamW the rest. Under ``bolt_ddp``
 every rank orthogonalizes every matrix; under ZeRO each matrix has one owner, to which its shards
 are sent and from which they come back. All train on the same data in the same processes, in turn,
 round after round. Each round's figure is the median step; printed are the medians over the rounds
 and the medians of the rounds' ratios to ``bolt_ddp``. Losses have to be equal within what bf16, in
-which Muon multiplies matrices, explains.
+which Muon multiplies matrices, explains. With ``--deepspeed`` its Muon takes turns with ours.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.strategies import DDPStrategy, ZeROStrategy
+from tests.benchmarks.peers import deepspeed_muon
 from tests.benchmarks.peers.stepping import (
     Clocks,
     OnWorld,
@@ -79,6 +81,10 @@ STRATEGIES = {
 }
 
 
+DEEPSPEED = {"DeepSpeed, stage 2": 2, "DeepSpeed, stage 3": 3}
+"""Stages by name."""
+
+
 def loader(steps: int, rank: int) -> DataLoader[Any]:
     """Return texts of one rank, in each of which a token follows from the one before."""
     generator = torch.Generator().manual_seed(rank)
@@ -88,14 +94,22 @@ def loader(steps: int, rank: int) -> DataLoader[Any]:
 
 
 def measure(
-    rank: int, world_size: int, rounds: int, steps: int, width: int
+    rank: int, world_size: int, rounds: int, steps: int, width: int, has_peer: bool
 ) -> dict[str, list[Clocks]]:
     warnings.simplefilter("ignore")
-    times: dict[str, list[Clocks]] = {name: [] for name in STRATEGIES}
-    for names in take_turns(list(STRATEGIES), rounds):
+    every = [*STRATEGIES, *(DEEPSPEED if has_peer else ())]
+    times: dict[str, list[Clocks]] = {name: [] for name in every}
+    for names in take_turns(every, rounds):
         losses = {}
         for name in names:
             gpt = GPT(width)
+            if name in DEEPSPEED:
+                data = loader(steps, rank)
+                starts, losses[name] = deepspeed_muon.train(
+                    gpt.net, data, stage=DEEPSPEED[name], rows=ROWS
+                )
+                times[name].append(median_step(starts, skipped=SKIPPED))
+                continue
             starts = fit(
                 gpt,
                 loader(steps, rank),
@@ -118,10 +132,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--deepspeed", action="store_true", help="beside DeepSpeed's Muon")
     options = parser.parse_args()
-    times = run_ranks(
-        measure, options.ranks, options.rounds, options.steps, options.width, timeout_s=1800.0
-    )[0]
+    sizes = options.rounds, options.steps, options.width
+    times = run_ranks(measure, options.ranks, *sizes, options.deepspeed, timeout_s=1800.0)[0]
     print(f"{options.ranks} ranks, {LAYERS} blocks of width {options.width}, {options.rounds} "
           f"rounds of {options.steps} steps")  # fmt: skip
     print_ratios(times, ["bolt_ddp"])

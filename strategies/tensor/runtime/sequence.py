@@ -27,7 +27,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.compiler import is_compiling
 from torch.nn import Module
 from typing_extensions import Self, override
 
@@ -115,10 +114,10 @@ class SequenceParts:
         """
         if self._gathered is not None:
             earlier, version, whole = self._gathered
-            if earlier is part and version == _times_written(part):
+            if earlier is part and version == times_written(part):
                 return whole
         whole = self._cut(gather_sequence(part, self._group, self.dim))
-        self._gathered = part, _times_written(part), whole
+        self._gathered = part, times_written(part), whole
         return whole
 
     def scatter(self, part: Tensor) -> Tensor:
@@ -186,10 +185,6 @@ def opened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """
     rebuilder = getattr(value, "rebuilder", None)
     return (value, None) if rebuilder is None else (cast("Any", value).local, rebuilder())
-
-
-def _times_written(tensor: Tensor) -> int:
-    return times_written(tensor) if is_compiling() or not tensor.is_inference() else 0
 
 
 class _Length:

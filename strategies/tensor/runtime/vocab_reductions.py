@@ -168,7 +168,11 @@ def counted(targets: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
 
 
 class _CrossEntropy(Function):
-    """Loss of each position, ``(N,)``, 0 if ignored, in fp32 (fp64 for fp64). Collective."""
+    """Loss of each position, ``(N,)``, 0 if ignored, in fp32 (fp64 for fp64). Collective.
+
+    Targets, weights of classes and the result are replicated. Raises IndexError if a target is
+    neither a token nor ignored.
+    """
 
     @staticmethod
     @override

@@ -203,7 +203,7 @@ class VocabularyTensor(Tensor):
         made.local = local
         made.vocabulary = vocabulary
         made.divided_dim = divided_dim % len(shape)
-        made.times_written = _times_written(local)
+        made.times_written = times_written(local)
         return made
 
     @override
@@ -390,7 +390,7 @@ class _Overwrite(Function):
     def forward(ctx: Any, target: VocabularyTensor, changed: VocabularyTensor) -> VocabularyTensor:
         ctx.mark_dirty(target)
         _local_of(target).copy_(_local_of(changed))
-        target.times_written = _times_written(target.local)
+        target.times_written = times_written(target.local)
         return target
 
     @staticmethod
@@ -405,16 +405,12 @@ def _local_of(divided: VocabularyTensor) -> Tensor:
     Raises:
         RuntimeError: A view of it was modified in place, which its history does not contain.
     """
-    if _times_written(divided.local) != divided.times_written:
+    if times_written(divided.local) != divided.times_written:
         raise RuntimeError(
             "A view of logits that are divided over the tensor axis was written in place. Write "
             "to the logits themselves, or set strategy.loss_parallel=false."
         )
     return divided.local
-
-
-def _times_written(local: Tensor) -> int:
-    return 0 if local.is_inference() else times_written(local)
 
 
 def _like(divided: VocabularyTensor, local: Tensor) -> VocabularyTensor:
