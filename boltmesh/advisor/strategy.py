@@ -11,11 +11,12 @@ from typing_extensions import override
 from boltmesh.advisor.evaluate import order, plan_replicas
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
 from boltmesh.advisor.machine import Hardware, known_file, read_rates
+from boltmesh.advisor.prediction import NO_WORK
 from boltmesh.advisor.report import memory_text, room_text
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.host_memory import host_memory_bytes
-from boltmesh.plan.dry_model import NumberTypes, run_on_fakes, shape_of_model
-from boltmesh.plan.dry_step import NO_WORK, DryStep, short_error
+from boltmesh.plan.dry_model import NumberTypes, count_on_fakes, shape_of_model
+from boltmesh.plan.dry_step import DryStep, short_error
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
 from boltmesh.strategies.cost_model.model import JobShape, ModelShape, widths_of
@@ -198,9 +199,10 @@ def _describe(trainer: Trainer, module: LightningModule) -> tuple[ModelShape, st
     try:
         batch = without_shown_loader(sample_batch, trainer).batch
         with untraced(module, torch.device("cpu")):
-            complaint = run_on_fakes(measured, module, batch, types)
+            complaint = count_on_fakes(measured, module, batch, types)
     except Exception as error:  # noqa: BLE001 - the choice goes on without activations
         complaint = short_error(error)
     counts = measured.counts if complaint is None else None
     shape = shape_of_model(module, None, types, counts)
+    # Where work could not be counted, times still compare traffic and the optimizer step.
     return replace(shape, work=shape.work or NO_WORK), complaint

@@ -136,10 +136,10 @@ def describe_model(
     return shape_of_model(module, options, types, counts, how), optimizer, tuple(notes)
 
 
-def run_on_fakes(
+def count_on_fakes(
     measured: DryStep, module: LightningModule, batch: Any, types: NumberTypes
 ) -> str | None:
-    """Run a step with fake tensors in place of a module's own, see ``DryStep.run``."""
+    """Count a step with fake tensors in place of a module's own, see ``DryStep.run``."""
     mode = fake_tensors()
     named = [*module.named_parameters(), *module.named_buffers()]
     swapped = {name: make_fake(each, mode) for name, each in named}
@@ -168,7 +168,7 @@ def shape_of_model(
     return ModelShape(
         type(module).__name__,
         _shapes_of_units(module, options, known.cast_names, is_autocast=types.is_autocast),
-        buffer_bytes=sum(each.nbytes for each in module.buffers()),
+        buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
         activations=None if counts is None else activations,
         forward_flops=None if counts is None else known.flops,
         work=None if counts is None else known.work,

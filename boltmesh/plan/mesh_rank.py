@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch.nn import Module, Parameter
 
 from boltmesh.plan.context_plan import FoundSequence, sequence_divided
-from boltmesh.plan.dry_model import NumberTypes, run_on_fakes, shape_of_model
+from boltmesh.plan.dry_model import NumberTypes, count_on_fakes, shape_of_model
 from boltmesh.plan.dry_step import STEP, DryStep, StepCounts, computing_in
 from boltmesh.plan.equal_blocks import equal_blocks
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
@@ -308,9 +308,10 @@ def _count(
     attributed: Mapping[str, Module],
 ) -> tuple[StepCounts | None, str | None]:
     if state is not None:
+        # Before the batch becomes fake: documents are counted on real data.
         state.take_batch(batch)
     with measured.attributing(attributed):
-        complaint = run_on_fakes(measured, module, batch, job.types)
+        complaint = count_on_fakes(measured, module, batch, job.types)
     return (measured.counts, None) if complaint is None else (None, complaint)
 
 

@@ -324,7 +324,8 @@ class _Stages:
         if self._job.num_averaged == 1:
             return of_experts
         if self._job.shards is None:
-            return replica_traffic(self._trained, sum(each.nbytes for each in self._buffers))
+            buffer_bytes = sum(each.numel() * each.element_size() for each in self._buffers)
+            return replica_traffic(self._trained, buffer_bytes)
         return [*self._late_traffic().expected(), *of_experts]
 
     def extra(self) -> ExtraTraffic | None:

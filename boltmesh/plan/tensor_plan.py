@@ -119,6 +119,8 @@ def plan_tensor(
 ) -> TensorSummary:
     """Find the part of each rank in a config's model, by the arguments of the strategy.
 
+    A layer is divided within the ``ranks_per_host`` of one host.
+
     Raises:
         ConfigError: When model or data cannot be built, or options do not fit.
     """
