@@ -389,6 +389,8 @@ class ContextBoundaries(StageBoundaries):
 
     Whether a value is sent whole or divided changes memory and bytes, not results: it is divided
     along the first dim after the rows that is as long as a sequence of the step.
+
+    In a plan before a run, whose axis has no groups, ``largest`` is not called.
     """
 
     def __init__(self, axis: ContextAxis) -> None:

@@ -413,7 +413,8 @@ class PipelineAxis(Axis):
                 "generate runs the layers once for each token, and stages hand a batch on once. In "
                 "training, call it in a hook such as on_train_batch_end."
             )
-        return self.staged.runner.run_layerwise("generate", run)
+        seed = self.staged.context.seed
+        return self.staged.runner.run_layerwise("generate", run, seed, seeds=False)
 
     @override
     def norm_shares(self) -> Sequence[NormShare]:

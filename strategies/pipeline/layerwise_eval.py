@@ -226,7 +226,8 @@ class LayerwiseEvaluation:
         forms = changed(before, forms_of(caches, unit))
         tensors = [each.contiguous() for each in tensors_in(result)]
         blank = tree_map_only(Tensor, _TensorForm, result)
-        broadcast_object((digest, blank, forms), self._global_rank(holder), self._group)
+        if self._group.size() > 1:
+            broadcast_object((digest, blank, forms), self._global_rank(holder), self._group)
         for each in tensors:
             self._broadcast(each, holder)
         return result
@@ -234,8 +235,8 @@ class LayerwiseEvaluation:
     def _receive(
         self, name: str, holder: int, digest: tuple[Any, ...], caches: Sequence[Any]
     ) -> Any:
-        sent: tuple[Any, ...] = ()
-        awaited, blank, forms = broadcast_object(sent, self._global_rank(holder), self._group)
+        nothing: Any = None
+        awaited, blank, forms = broadcast_object(nothing, self._global_rank(holder), self._group)
         if awaited != digest:
             raise PipelineError(
                 f"The ranks of the pipeline came to call '{name}' with different values, so what "

@@ -188,7 +188,7 @@ def _is_whole(value: Tensor | float) -> bool:
 
 
 def _join_leaf(name: str, values: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
-    """Return an argument for the whole batch, of this shape if it is known."""
+    """Return an argument for the whole batch, of this shape if known, by those of microbatches."""
     first = values[0]
     if len(values) == 1:
         return first

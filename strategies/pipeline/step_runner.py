@@ -258,21 +258,23 @@ class StepRunner:
         self._signals.receive(outcome.reports[:, :NUM_SIGNALS])
         return outcome
 
-    def run_layerwise(self, name: str, function: Callable[[], Any], seed: int | None = None) -> Any:
+    def run_layerwise(
+        self, name: str, function: Callable[[], Any], seed: int, *, seeds: bool = True
+    ) -> Any:
         """Run a function of the model, each unit on its rank, and return its result.
 
         Args:
             name: Name of the function, for errors.
             function: The same on all ranks.
-            seed: Seed of random numbers. None: the run's in units; between them generators go on,
-                which are in the same state on all ranks.
+            seed: Seed of random numbers in units.
+            seeds: Whether code between units is seeded, too. Otherwise generators go on there, from
+                the same state on all ranks.
         """
         made = layerwise_evaluation(
             self._module, self._placement, self._context.group, self._context.device
         )
         with patched(self, runs_layerwise=True), self._executor.guarded(name):
-            own_seed = self._context.seed if seed is None else seed
-            return made.run(function, own_seed, seeds=seed is not None)
+            return made.run(function, seed, seeds=seeds)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise this rank's error on all ranks, in the place of a step."""

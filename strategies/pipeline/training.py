@@ -255,7 +255,11 @@ def _reader(checks: StepLossCheck, joined: JoinedRun | str | None) -> Read:
 def _take_report(
     model: "StagedModel", logs: StepLogs, rows: Tensor, numbers: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Tensor | float]:
-    """Return loss and divisor of gradients, and repeat the last stage's logs. Collective."""
+    """Return loss and divisor of gradients, and repeat the last stage's logs. Collective.
+
+    ``rows`` is of shape ``(R, length)``, in fp64. ``numbers``, each of shape ``()``, exist on the
+    last stage's rank only.
+    """
     loss, total, logged = model.sharing.take(rows)
     logged = model.runner.effects.apply(logged, stops=model.sharing.stops)
     given: Given = ()

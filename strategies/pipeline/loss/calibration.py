@@ -144,7 +144,9 @@ def _rows_to_try(trial: Trial) -> list[Sequence[int]]:
 def _unlike_rows(trial: Trial, count: int) -> list[list[int]]:
     """Return the rows with the largest and the smallest values of the batch's tensors.
 
-    Rows of smaller tensors come first: labels before inputs. Empty if all rows are tried anyway.
+    Rows of smaller tensors come first: labels before inputs. A weight that a loss computes from
+    the batch, such as that of rare positives, does not change the loss of rows that have none.
+    Empty if all rows are tried anyway.
     """
     if trial.num_rows <= MOST_ROWS:
         return []

@@ -62,7 +62,8 @@ class RowExchange:
     def send(self, row: Tensor) -> None:
         """Send this rank's row, shape ``(length,)``; returns at once."""
         self._own = row  # its memory has to stay until it is sent
-        self._sends = [self._messages.send(row, other, self._tag) for other in self._others]
+        for other in self._others:  # one by one: those sent must stay alive if a later one raises
+            self._sends.append(self._messages.send(row, other, self._tag))
 
     def recv(self, deadline: Deadline) -> Tensor:
         """Wait for the other ranks, after ``send``.

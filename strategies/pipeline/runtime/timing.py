@@ -120,11 +120,13 @@ class DeviceChunkTimer:
 
     def end_step(self, number: int) -> None:
         """End the step of this number."""
+
+        def has_passed(chunks: list[_Chunk]) -> bool:
+            return all(chunk.end.event.query() for chunk in chunks[-1:])
+
         self._steps.append((number, self._chunks))
         self._chunks = []
-        while len(self._steps) > DEVICE_STEPS_LATER and all(
-            chunk.end.event.query() for chunk in self._steps[0][1][-1:]
-        ):
+        while len(self._steps) > DEVICE_STEPS_LATER and has_passed(self._steps[0][1]):
             self._read(*self._steps.popleft())
 
     def _mark(self) -> _Mark:

@@ -81,6 +81,7 @@ class StagePlan:
     is_in_order: bool
     """Whether the step calls no unit after one of a later stage."""
     trace: StepTrace
+    """The run that was planned; complete, and not changed once plans are made of it."""
     stage_of_call: tuple[int, ...]
     """The stage of each call of a unit, in the order of ``trace.unit_events()``."""
     written_outputs: frozenset[tuple[int, int]]
@@ -158,8 +159,8 @@ def plan_tail(
 ) -> tuple[StagePlan, StagePlan]:
     """Return the last stage up to its last unit, and the tail behind it as a stage of its own.
 
-    Arguments as for :func:`plan_stages`. The tail computes the values whose numbers in the trace
-    are in ``recomputed``, of code between units, again from their sources.
+    Arguments as for :func:`plan_stages`. ``recomputed``: numbers, in the trace, of values of code
+    between units that the tail computes again from their sources.
 
     Raises:
         ConfigError: The step cannot be cut there.
@@ -417,7 +418,11 @@ class _StagePlanner:
             self.copies.add(slot)
 
     def _write(self) -> None:
-        """Plan the step's writes to parameters; refuse one between uses of its parameter."""
+        """Plan the step's writes to parameters.
+
+        Raises:
+            ConfigError: A write is between uses of its parameter.
+        """
         counts: Counter[str] = Counter()
         for number, event in enumerate(self.trace.events[: self.end]):
             if not event.writes:
