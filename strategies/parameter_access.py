@@ -282,7 +282,7 @@ def _gather(shard: Parameter) -> Parameter:
 def _gather_shards(shard: DTensor) -> Tensor:
     """Return the full tensor of a parameter sharded over the data axis, in its own memory."""
     local = shard_value(shard)
-    value = dtensor_like(local.to(shard.device), shard).full_tensor()
+    value = dtensor_like(local.to(shard.device_mesh.device_type), shard).full_tensor()
     if value.data_ptr() == local.data_ptr():
         value = value.clone()  # a single rank's shard is the full tensor
     return value

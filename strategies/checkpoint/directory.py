@@ -8,6 +8,7 @@ see the same folders: they join the draft of a checkpoint that is not written.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from functools import partial as bind
 from io import BytesIO
 from pathlib import Path
@@ -42,13 +43,11 @@ from boltmesh.strategies.checkpoint.optimizer_state import is_named, is_stored_a
 from boltmesh.strategies.checkpoint.safe_load import safe_load
 from boltmesh.strategies.checkpoint.shard_reader import ShardReader, refusing_nonsense, stored
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
-from boltmesh.strategies.checkpoint.storage.addresses import (
-    mended,
-    path_or_address,
-)
+from boltmesh.strategies.checkpoint.storage.addresses import mended
 from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, Folder, folder_at
 from boltmesh.strategies.object_collectives import (
     all_or_none,
+    broadcast_from_rank0,
     gather_objects,
     run_on_rank0,
     run_on_rank0_and_broadcast,
@@ -395,9 +394,11 @@ def _savers(trainer: Trainer) -> Iterator[ModelCheckpoint]:
 
 
 def _refuse_unshared(folder: str) -> None:
-    probe = folder_at(f"{path_or_address(folder)}/.boltmesh-{uuid4().hex}").draft()
+    name = broadcast_from_rank0(f".boltmesh-{uuid4().hex}")
+    # Opened at its first use, which all ranks share: one that cannot open it does not fail alone.
+    probe = cache(lambda: folder_at(folder).inside(name).draft())
     try:
-        start = run_on_rank0_and_broadcast(probe.begin)
+        start = run_on_rank0_and_broadcast(lambda: probe().begin())
     except CheckpointError as error:
         raise ConfigError(
             f"ModelCheckpoint saves to {folder}, and nothing can be written there: {error}. "
@@ -405,7 +406,7 @@ def _refuse_unshared(folder: str) -> None:
         ) from error
     reports = gather_objects(_look(probe, start))
     if dist.get_rank() == 0:
-        probe.abandon()
+        probe().abandon()
     for rank, report in enumerate(reports):
         if report is not None:
             raise ConfigError(
@@ -415,9 +416,9 @@ def _refuse_unshared(folder: str) -> None:
             )
 
 
-def _look(probe: Draft, start: DraftStart) -> str | None:
+def _look(probe: Callable[[], Draft], start: DraftStart) -> str | None:
     """Return why this rank does not see the draft; None if it does."""
     try:
-        return None if probe.joins(start) else ""
-    except OSError as error:
+        return None if probe().joins(start) else ""
+    except (ConfigError, OSError) as error:
         return f" ({error})"

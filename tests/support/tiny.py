@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from boltmesh.strategies.checkpoint import host_part
+from boltmesh.strategies.checkpoint import directory, host_part
 
 FEATURES = 6
 
@@ -167,7 +167,7 @@ class KillOnce(Callback):
 
 
 class KillInCopy(Callback):
-    """Kills rank 0 while the copy in memory of this step is written, when a run first gets there.
+    """Kills rank 0 before the copy in memory of this step is complete, when a run first gets there.
 
     A file in the working directory says that it has been done.
     """
@@ -184,7 +184,11 @@ class KillInCopy(Callback):
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        vars(host_part)["complete_directory"] = kill
+        def complete(*args: Any, **kwargs: Any) -> None:
+            vars(directory)["write_manifest"] = kill
+            directory.complete_directory(*args, **kwargs)
+
+        vars(host_part)["complete_directory"] = complete
 
 
 class KillBeforeLog(Callback):

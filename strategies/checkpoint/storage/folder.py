@@ -56,7 +56,7 @@ class DraftStart(NamedTuple):
     save: str
     """Random id of this save."""
     name: str
-    """Name, or path on a remote file system, under which the folder is written."""
+    """Name under which the folder is written."""
     within: str
     """Prefix of the files within the folder: ``""``, or the name of a subfolder and ``/``."""
 
@@ -157,14 +157,14 @@ class LocalDraft:
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file that is flushed when the context ends."""
+        """Open a new file, which is flushed to its medium when the context ends."""
         with (self._partial / name).open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
 
     def size(self, name: str) -> int:
-        """Return the size of a file."""
+        """Return the size of a file that any rank has created."""
         return (self._partial / name).stat().st_size
 
     def finish(self, last: bytes, names: Collection[str]) -> None:
@@ -279,7 +279,7 @@ class RemoteDraft:
 
     def joins(self, start: DraftStart) -> bool:
         """Join the folder that the first rank has begun; False if this rank does not see it."""
-        self.save, self._path, self.within = start
+        self.save, _, self.within = start
         return kind_at(self._system, self._mark) is not None
 
     @property
@@ -306,7 +306,7 @@ class RemoteDraft:
             return int(self._system.info(f"{self._path}/{self.within}{name}")["size"])
 
     def finish(self, last: bytes, names: Collection[str]) -> None:
-        """Put the last file, then delete files that it does not name."""
+        """Put the last file, then delete files that it does not name; see ``LocalDraft.finish``."""
         with as_os_errors():
             self._system.pipe_file(f"{self._path}/{LAST}", last)
         kept = {f"{self._path}/{LAST}", *(f"{self._path}/{self.within}{name}" for name in names)}
@@ -358,9 +358,13 @@ class _RemoteFile:
 
 
 Folder = LocalFolder | RemoteFolder
-"""A folder to read."""
+"""A folder to read. A missing file is a FileNotFoundError for ``size`` and ``read``."""
 Draft = LocalDraft | RemoteDraft
-"""A folder that several ranks write."""
+"""A folder that several ranks write.
+
+``within`` and ``save``, see ``DraftStart``, are known once it has begun. A file that ``create``
+opens is flushed to its medium when the context ends, and ``size`` is that of a file of any rank.
+"""
 
 
 def folder_at(place: str | Path) -> Folder:
