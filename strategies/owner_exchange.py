@@ -22,8 +22,8 @@ _Type = tuple[torch.dtype, torch.device]
 _Pair = tuple[Tensor, Tensor]
 """Value and gradient of one parameter, of equal shape and dtype."""
 
-
-WHY = "gradients and parameters to the rank that steps them whole, and parameters back"
+_EXCHANGE_REASON = "gradients and parameters to the rank that steps them whole, and parameters back"
+"""Says in the expected traffic why an exchange moves parameters."""
 
 
 class Exchange(Protocol):
@@ -154,7 +154,7 @@ class ShardExchange:
         sent = sum(_local(parameter).nbytes for some in owned for parameter in some)
         own = sum(parameter.numel() * parameter.element_size() for parameter in owned[self.rank])
         moved, calls = float(2 * sent + own), float(2 * len(_types(owned)))
-        return [ExpectedTraffic("data", "alltoall_base", moved, calls, WHY)]
+        return [ExpectedTraffic("data", "alltoall_base", moved, calls, _EXCHANGE_REASON)]
 
 
 class PartExchange:
@@ -227,7 +227,7 @@ class PartExchange:
             size = self.whole_shape(parameter).numel() * parameter.element_size()
             num_bytes += 3 * size if is_part else size
             num_calls += 2 * self.size + 1 if is_part else 1
-        return [ExpectedTraffic("tensor", "broadcast", num_bytes, num_calls, WHY)]
+        return [ExpectedTraffic("tensor", "broadcast", num_bytes, num_calls, _EXCHANGE_REASON)]
 
 
 class ShardedPartExchange:

@@ -229,7 +229,10 @@ class WholeSteps:
 def add_whole_steps(
     expected: Sequence[ExpectedTraffic], steps: Sequence[WholeSteps], axis: str
 ) -> list[ExpectedTraffic]:
-    """Add what steps of whole parameters send over an axis to the expected traffic of a step."""
+    """Add what steps of whole parameters send over an axis to the expected traffic of a step.
+
+    Entries of one axis and operator are merged.
+    """
     sent = [moved for each in steps for moved in each.traffic() if moved.axis == axis]
     return added_up([*expected, *sent])
 

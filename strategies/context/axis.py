@@ -74,6 +74,9 @@ _PATIENCE = timedelta(seconds=120)
 class ContextAxis(LayerAxis):
     """Divides the sequence of each batch over its ranks. With one rank it divides nothing.
 
+    It leaves ``has_equal_weights`` False: parameters that a hook of a later run has changed are
+    still shared.
+
     Args:
         options: The user's options.
         size: Number of ranks that divide a sequence; None: the strategy chooses.

@@ -62,7 +62,10 @@ def expected_shard_traffic(
     num_norms: int = 0,
     more: Iterable[ExpectedTraffic] = (),
 ) -> list[ExpectedTraffic]:
-    """Return the traffic of one step on the data axis, one entry per operator."""
+    """Return the traffic of one step on the data axis, one entry per operator.
+
+    ``num_norms`` optimizers clip their gradients by the norm.
+    """
     reasons = {
         "all-gather": _GATHERS[sharing.stage],
         "reduce-scatter": _REDUCTIONS[sharing.stage],

@@ -437,7 +437,10 @@ def _gathers_of(
     *,
     is_freed: bool,
 ) -> dict[Module, UnitGather]:
-    """Return all gathers, by the module in whose forward each happens; the root stays gathered."""
+    """Return all gathers, by the module in whose forward each happens.
+
+    With ``is_freed`` units are freed after their forward; the root always stays gathered.
+    """
     gathers: dict[Module, UnitGather] = {}
     for name, unit in units.items():
         assert isinstance(unit, Module)

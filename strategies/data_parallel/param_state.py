@@ -221,7 +221,8 @@ class OwnedParams(PlainInStep):
     """Parameters of which each rank has its own rows, such as those of its experts.
 
     A rank computes with its rows for all ranks of ``owned.group``, so the gradient is the sum over
-    these ranks. Ranks with the same rows sum theirs.
+    these ranks. Ranks with the same rows sum theirs. Gradients are averaged over the
+    ``num_batches`` of all ranks in a step.
     """
 
     def __init__(self, owned: OwnedRows, device: torch.device, num_batches: int) -> None:

@@ -267,7 +267,10 @@ def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
 
 
 def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -> str:
-    """Return advice on how to have the shards gathered before they are used."""
+    """Return advice on how to have the shards gathered before they are used.
+
+    ``called`` is the module within a unit that was called without it; "" if none was found.
+    """
     patterns = {name: _NUMBER.sub("*", name) for name in blocks}
     of_shards = {
         pattern

@@ -317,7 +317,8 @@ class Checkpointing:
         else:
             return
         note = partial(strategy.recorder.event, "checkpoint", str(filepath))
-        self._beside.start(write, *([note] if strategy.is_global_zero else []))
+        behind = [note] if strategy.is_global_zero else []
+        self._beside.start(write, *behind)
 
     def finish(self) -> None:
         """Wait until the checkpoint that is written beside training is complete.

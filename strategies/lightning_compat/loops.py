@@ -149,9 +149,9 @@ def log_step(trainer: Trainer, logger: Logger) -> None:
 def agree_in_loops(trainer: Trainer, strategy: Strategy, kept: Mapping[str, float] | None) -> None:
     """Make ranks agree where the loops of a fit decide by rank-local values.
 
-    ``ReduceLROnPlateau`` sees the mean over ranks of its monitored metric. One that was logged
-    without ``sync_dist`` differs by rank, and so would the learning rates with which ranks step one
-    model.
+    ``ReduceLROnPlateau`` sees the mean over ranks of its monitored metric, which is collective. One
+    that was logged without ``sync_dist`` differs by rank, and so would the learning rates with
+    which ranks step one model.
 
     Args:
         trainer: The Trainer of a run that fits.

@@ -111,6 +111,9 @@ def build_buckets(
 ) -> list[tuple[Bucket, Optimizer | None, list[ShardedParam]]]:
     """Build one bucket for each unit and each optimizer that updates a parameter of it.
 
+    With ``takes_frozen`` also those of parameters that no optimizer updates. ``first_index`` is the
+    index of the first slot.
+
     Raises:
         ConfigError: When the state of a parameter cannot be stored in fp32.
     """

@@ -115,7 +115,8 @@ def plan_updates(
 class GradientHandler:
     """Takes gradients as they arrive, and keeps those of the coming step.
 
-    Arguments are those of ``OffloadEngine`` and its ``adopt``; ``lane`` copies to the host.
+    ``kept`` is the state that the gradients update, ``stepper`` runs the steps, ``lane`` copies to
+    the host. The other arguments are those of ``OffloadEngine`` and its ``adopt``.
     """
 
     def __init__(

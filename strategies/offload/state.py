@@ -163,7 +163,8 @@ class _StagedSource(GatheredSource):
 class OffloadedState:
     """Buckets, their stores, and the shards that represent them.
 
-    Arguments are those of ``engine``, which ends pending steps before something is read.
+    ``engine`` ends pending steps before something is read. The other arguments are those of
+    ``OffloadEngine``.
     """
 
     def __init__(

@@ -291,6 +291,9 @@ def store_of_attempt(rank: int, world_size: int, timeout: timedelta) -> Store | 
 def agree(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a random id that is equal on all ranks of this attempt. Collective.
 
+    The store may hold keys of earlier attempts, so each rank brings a random number, with which the
+    first rank answers it.
+
     Raises:
         RankError: A rank did not join in time.
     """

@@ -1,5 +1,6 @@
 """What is gathered at once for steps of whole parameters, and experts that cannot be."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -12,7 +13,8 @@ from boltmesh.check.differences import Trace, find_differences
 from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy, whole_steps
-from boltmesh.strategies.whole_steps import WholeSteps
+from boltmesh.strategies.whole_steps import WholeSteps, add_whole_steps
+from boltmesh.telemetry.traffic import ExpectedTraffic
 from tests.support.matrix_optimizers import Shampoo
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TinyData, TinyExperts, TinyModel
@@ -49,6 +51,21 @@ def test_a_round_holds_a_limit_of_bytes_or_one_parameter(
     assert found == rounds
     on_device = WholeSteps(SGD(parameters), exchange)
     assert [len(some) for some in on_device._rounds(parameters)] == [len(sizes)]
+
+
+def test_an_exchange_is_counted_on_its_own_axis_beside_another_of_its_operator() -> None:
+    expected = [
+        ExpectedTraffic("expert", "alltoall_base", 40.0, 4.0, "rows"),
+        ExpectedTraffic("data", "alltoall_base", 20.0, None, "weights"),
+    ]
+    moved = [
+        ExpectedTraffic("data", "alltoall_base", 8.0, 2.0, "whole"),
+        ExpectedTraffic("tensor", "broadcast", 8.0, 2.0, "whole"),
+    ]
+    step: Any = SimpleNamespace(traffic=lambda: moved)
+    both = ExpectedTraffic("data", "alltoall_base", 36.0, None, "weights; whole")
+    assert add_whole_steps(expected, [step, step], "data") == [expected[0], both]
+    assert add_whole_steps(expected[:1], [step], "data") == [expected[0], moved[0]]
 
 
 class ByMatrices(TinyExperts):

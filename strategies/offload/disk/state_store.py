@@ -53,7 +53,7 @@ class _Held:
 
 
 class DiskStateStore(TransferWaiter, StateStore):
-    """Chunks in the rank's swap file; at most ``num_buffers`` of them in memory.
+    """Chunks in the rank's swap file; at most ``num_buffers`` in memory, page-locked for CUDA.
 
     A chunk has at most one place in memory, so it can be prefetched, acquired and released in any
     order: ``acquire`` always returns what was released last. Reads ahead begin as soon as a

@@ -155,6 +155,8 @@ class Extent:
 class SwapFile:
     """An open file and the allocation of its ranges.
 
+    ``num_bytes`` are allocated now, and ``allocate`` extends the file if needed.
+
     Raises:
         ConfigError: When there is no such folder.
         OffloadError: When the file cannot be created or extended.
