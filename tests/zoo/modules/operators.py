@@ -53,7 +53,7 @@ def equivariant() -> Any:
         def forward(self, values: Tensor) -> Any:
             values = self.into(values)
             for each in self.layers:
-                values = values + each(values)
+                values = values + 0.1 * each(0.3 * values)
             return self.out(values)
 
     return Trained(Net(), fits)
