@@ -65,6 +65,20 @@ FAULTS: dict[str, tuple[Change, tuple[str, ...]]] = {
 }
 
 
+def fit(
+    module: LightningModule, world_size: int, *, steps: int = 3, rows: int = 4
+) -> tuple[list[float], Any]:
+    """Train a module; return the losses and the plan, which one process does not have."""
+    losses = Losses()
+    strategy = TensorParallelStrategy(telemetry=False)
+    Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy if world_size > 1 else "auto",
+        max_steps=steps, logger=False, callbacks=[losses], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(module, text_data(12, rows))  # fmt: skip
+    return losses.kept, strategy.plan
+
+
 def train(rank: int, world_size: int, name: str | None) -> tuple[list[float], list[str], Any]:
     seed_everything(1, verbose=False)
     made: list[TensorPlan] = []
@@ -76,25 +90,8 @@ def train(rank: int, world_size: int, name: str | None) -> tuple[list[float], li
             return made[-1]
 
         vars(placement)["make_plan"] = faulty
-    module = TinyGPT(optimizer="sgd")
-    losses: list[float] = []
-    step = TinyGPT.training_step
-
-    def noted(batch: Any, batch_idx: int) -> Tensor:
-        loss = step(module, batch, batch_idx)
-        losses.append(loss.item())
-        return loss
-
-    strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"
-    trainer = Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    module.training_step = noted
-    trainer.fit(module, text_data(12, 4))
-    if world_size == 1:
-        return losses[-3:], [], ()
-    return losses[-3:], list(strategy.plan.sharded), strategy.plan.notes
+    losses, plan = fit(TinyGPT(optimizer="sgd"), world_size)
+    return (losses, list(plan.sharded), plan.notes) if plan else (losses, [], ())
 
 
 @pytest.mark.sample("no sum")
@@ -178,23 +175,8 @@ class Mixing(nn.Module):
 
 def train_strange(rank: int, world_size: int, fault: str | None) -> tuple[float, list[str]]:
     seed_everything(1, verbose=False)
-    module = Strange(fault=fault)
-    losses: list[float] = []
-    strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"
-    trainer = Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    step = module.training_step
-
-    def noted(batch: Any, batch_idx: int) -> Tensor:
-        loss = step(batch, batch_idx)
-        losses.append(loss.item())
-        return loss
-
-    module.training_step = noted
-    trainer.fit(module, text_data(12, 4))
-    return losses[-1], [] if world_size == 1 else list(strategy.plan.sharded)
+    losses, plan = fit(Strange(fault=fault), world_size)
+    return losses[-1], list(plan.sharded) if plan else []
 
 
 @pytest.mark.full
@@ -274,14 +256,8 @@ def train_resampled(rank: int, world_size: int) -> tuple[list[float], list[str],
         return find_fault(*args)
 
     vars(verify)["_Proof"]._fault = counted
-    losses = Losses()
-    strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"
-    Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[losses],
-    ).fit(Resampled(), text_data(12, 4))  # fmt: skip
-    return losses.kept, [] if world_size == 1 else list(strategy.plan.sharded), num_trials
+    losses, plan = fit(Resampled(), world_size)
+    return losses, list(plan.sharded) if plan else [], num_trials
 
 
 def test_what_lies_outside_of_blocks_is_tried_before_each_kind_of_them() -> None:
@@ -342,17 +318,8 @@ def train_slots(
     vars(placement)["make_plan"] = faulty
     if not fits:
         vars(verify)["_free_bytes"] = lambda _: 0
-    module = Slots(takes_values=takes_values)
-    losses = Losses()
-    strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"
-    Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[losses],
-    ).fit(module, text_data(12, 4))  # fmt: skip
-    if world_size == 1:
-        return losses.kept, [], ()
-    return losses.kept, list(strategy.plan.sharded), strategy.plan.notes
+    losses, plan = fit(Slots(takes_values=takes_values), world_size)
+    return (losses, list(plan.sharded), plan.notes) if plan else (losses, [], ())
 
 
 @pytest.mark.sample("blocks.2-True-True")
@@ -410,13 +377,8 @@ def decide(rank: int, world_size: int) -> tuple[list[str], tuple[str, ...], int]
     nudges: list[object] = []
     nudge = dry_run_step.nudge
     vars(dry_run_step)["nudge"] = lambda each: nudges.append(nudge(each))
-    strategy = TensorParallelStrategy(telemetry=False)
-    Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Deciding(), text_data(12, 12))  # fmt: skip
-    assert strategy.plan is not None
-    return list(strategy.plan.sharded), strategy.plan.notes, len(nudges)
+    _, plan = fit(Deciding(), world_size, steps=1, rows=12)
+    return list(plan.sharded), plan.notes, len(nudges)
 
 
 @pytest.mark.full
