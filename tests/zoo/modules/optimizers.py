@@ -12,7 +12,7 @@ IMPORTS = ["prodigyopt", "pytorch_optimizer", "schedulefree", "bitsandbytes"]
 
 
 class Net(nn.Module):
-    """Four layers of a transformer, in double precision for SOAP: it scales rounding up.
+    """Four layers of a transformer.
 
     Without biases: the gradient of a key's is rounding alone, of which Lion takes the sign.
     """
@@ -23,15 +23,31 @@ class Net(nn.Module):
         layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True, bias=False)
         self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.out = nn.Linear(16, 3)
-        self.double()
 
     def forward(self, values: Tensor) -> Tensor:
         found: Tensor = self.out(self.encoder(self.into(values)))
         return found
 
 
+class Square(nn.Module):
+    """Square matrices, each with more rows of input than columns.
+
+    SOAP turns to the eigenvectors of what it has seen; of a matrix without full rank, which of them
+    it takes is a matter of rounding, and so is what it trains.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(4))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for each in self.layers:
+            values = values + each(values).tanh()
+        return values[..., :3] + values[..., 3:]
+
+
 def batch(number: int) -> Any:
-    return normal(number, ROWS, 5, 6).double(), normal(number + 1, ROWS, 5, 3).double()
+    return normal(number, ROWS, 5, 6), normal(number + 1, ROWS, 5, 3)
 
 
 def fits(net: Any, batch: Any) -> Any:
@@ -39,8 +55,10 @@ def fits(net: Any, batch: Any) -> Any:
     return functional.mse_loss(net(values), wanted)
 
 
-def trained(optimizer: Callable[[Any], Any]) -> Callable[[], Any]:
-    return lambda: Trained(Net(), fits, optimizer)
+def trained(
+    optimizer: Callable[[Any], Any], net: Callable[[], nn.Module] = Net
+) -> Callable[[], Any]:
+    return lambda: Trained(net(), fits, optimizer)
 
 
 def prodigy(found: Any) -> Any:
@@ -89,7 +107,6 @@ ENTRIES = [
     *(
         Entry(f"pytorch-optimizer {name}", trained(of_pytorch_optimizer(name, **options)), batch)
         for name, options in {
-            "SOAP": {"lr": 1e-3, "precondition_frequency": 2},
             "LARS": {"lr": 0.1},
             "Lamb": {"lr": 1e-2},
             "Lion": {"lr": 1e-3},
@@ -99,6 +116,11 @@ ENTRIES = [
             "Adan": {"lr": 1e-3},
             "StableAdamW": {"lr": 1e-3},
         }.items()
+    ),
+    Entry(
+        "pytorch-optimizer SOAP",
+        trained(of_pytorch_optimizer("SOAP", lr=1e-3, precondition_frequency=2), Square),
+        batch,
     ),
     Entry("bitsandbytes AdamW8bit", trained(eight_bits), batch),
 ]
