@@ -372,7 +372,8 @@ class NonStageState:
         Args:
             inner: Another context, which it includes.
             plans: Plans of the stage, by microbatch.
-            keeps: Returns whether changes by a microbatch are kept.
+            keeps: Returns whether changes by a microbatch are kept. Flags that the step sets and
+                caches that it fills are kept of the last one, so that all run alike.
         """
         self._keep_buffers()  # after a batch that ended by an error
         if not any(plan.changed_buffers or plan.changed_attributes for plan in plans):
@@ -380,19 +381,24 @@ class NonStageState:
 
         @contextmanager
         def both(microbatch: int) -> Iterator[None]:
-            with inner(microbatch), self._around(plans[microbatch], keeps(microbatch)):
+            is_last = microbatch == len(plans) - 1
+            with inner(microbatch), self._around(plans[microbatch], keeps(microbatch), is_last):
                 yield
 
         return both
 
     @contextmanager
-    def _around(self, plan: StagePlan, keeps: bool) -> Iterator[None]:
+    def _around(self, plan: StagePlan, keeps: bool, is_last: bool) -> Iterator[None]:
         """Return a context for a stage, after which only the changes to keep remain.
 
         Each microbatch writes into copies: backward passes of others need the values they read.
         """
         is_kept = keeps and plan.stage == self._keeper
         attributes = plan.attributes_of_last if is_kept else plan.changed_attributes
+        if is_last and plan.stage == self._keeper:
+            attributes -= plan.trace.turned_attributes - plan.attributes_of_last
+        else:
+            attributes |= plan.trace.turned_attributes
         buffers = self._buffers(plan.changed_buffers)
         copies = {id(buffer): buffer.detach().clone() for _, buffer in buffers}
         kept = [self._kept(*attribute) for attribute in attributes]

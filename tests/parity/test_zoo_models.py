@@ -25,6 +25,9 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "pipeline": (
         2, lambda: PipelineParallelStrategy(schedule="1f1b", microbatches=1, telemetry=False)
     ),
+    "two microbatches": (
+        2, lambda: PipelineParallelStrategy(schedule="gpipe", microbatches=2, telemetry=False)
+    ),
     "tensor": (2, lambda: TensorParallelStrategy(telemetry=False)),
     "3d": (
         4,
@@ -216,6 +219,37 @@ class Tagger(VisionTransformer):
         return nn.functional.cross_entropy(self.net(words).flatten(0, 1), words.flatten() % 4)
 
 
+class Grid(nn.Module):
+    """Adds positions that it computes once for each length, as those of neuraloperator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[Tensor] | None = None
+        self.length = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.places is None or self.length != x.shape[1]:
+            self.places, self.length = [torch.linspace(0, 1, x.shape[1])], x.shape[1]
+        return x + self.places[0][:, None]
+
+
+class Gridded(VisionTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grid = Grid()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.grid(batch), batch_idx)
+
+
+class Contrasted(Gridded):
+    """A loss of the whole batch behind a grid."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found = self.head(self.second(self.first(self.grid(batch)))).flatten(1)
+        return (found @ found.T).logsumexp(1).mean()
+
+
 class Store:
     """Holds the tensors of a batch of another class, as in torch-geometric."""
 
@@ -285,6 +319,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         "SetsMetric-pipeline",
         "Padded-pipeline",
         "Graphs-pipeline",
+        "Gridded-two microbatches",
         "Tagger-3d",
     )
 )
@@ -305,6 +340,9 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (Padded, "pipeline"),
         (Graphs, "pipeline"),
         (Graphs, "tensor"),
+        (Gridded, "pipeline"),
+        (Gridded, "two microbatches"),
+        (Contrasted, "two microbatches"),
         (Tagger, "pipeline"),
         (Tagger, "3d"),
     ],

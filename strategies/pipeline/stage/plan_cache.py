@@ -26,7 +26,12 @@ from boltmesh.strategies.pipeline.stage.cut import (
     plan_tail,
 )
 from boltmesh.strategies.pipeline.stage.stage_run import ParameterWrites, StageRun, Tail
-from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput, refuse_writes
+from boltmesh.strategies.pipeline.stage.trace import (
+    StepTrace,
+    UnitOutput,
+    attribute_signature,
+    refuse_writes,
+)
 from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.strategies.pipeline.stage.units import unit_parameters
 from boltmesh.strategies.pytree import hidden_members, is_constant, nesting, take_apart
@@ -163,6 +168,8 @@ class StagePlans:
         self.check: Callable[[tuple[StagePlan, ...]], None] | None = None
         """Called with every new cut of a step; raises if this rank cannot run it."""
         self._known: OrderedDict[Hashable, _KnownSignature] = OrderedDict()
+        self._kept_attributes: dict[tuple[str, str], None] = {}
+        """Attributes that steps change, by module and name, in the order of their traces."""
 
     def stages(
         self,
@@ -259,11 +266,23 @@ class StagePlans:
         Raises:
             ConfigError: The step cannot be cut so.
         """
+        self._note_attributes(trace)
         known = self._of_signature(self._state(step), args[0], args[1:], None)
         self._note(known, step, trace)
 
     def _state(self, step: str) -> Hashable:
-        return step_signature(self.root, self.parameters, step)
+        kept = (
+            vars(self.root.get_submodule(module)).get(name)
+            for module, name in self._kept_attributes
+        )
+        signature = step_signature(self.root, self.parameters, step)
+        return signature, tuple(map(attribute_signature, kept))
+
+    def _note_attributes(self, trace: StepTrace) -> bool:
+        """Note the attributes that a step has changed; return whether there are new ones."""
+        before = len(self._kept_attributes)
+        self._kept_attributes.update(dict.fromkeys(sorted(trace.changed_attributes)))
+        return len(self._kept_attributes) > before
 
     def _known_of(
         self,
@@ -289,7 +308,16 @@ class StagePlans:
                 known=known.traces,
                 remembered=known.outputs,
             )
+        if self._note_attributes(trace):
+            self._known[self._signature(self._state(step), batch, rest, kwargs)] = known
         return known, self._note(known, step, trace)
+
+    @staticmethod
+    def _signature(
+        state: Hashable, batch: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> Hashable:
+        parts = batch, rest[1:], dict(kwargs or {})
+        return state, *map(batch_signature, parts)
 
     def _of_signature(
         self,
@@ -298,12 +326,7 @@ class StagePlans:
         rest: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
     ) -> _KnownSignature:
-        signature = (
-            state,
-            batch_signature(batch),
-            batch_signature(rest[1:]),
-            batch_signature(dict(kwargs or {})),
-        )
+        signature = self._signature(state, batch, rest, kwargs)
         known = self._known.get(signature)
         if known is None:
             known = self._known[signature] = _KnownSignature()

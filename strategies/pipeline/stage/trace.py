@@ -226,6 +226,8 @@ class StepTrace:
     """Leaves of the step's arguments that it writes to."""
     changed_attributes: frozenset[tuple[str, str]] = frozenset()
     """Attributes that the step sets or fills on modules outside of units: module and name."""
+    turned_attributes: frozenset[tuple[str, str]] = frozenset()
+    """Those of them on which the step may branch next time: a filled cache, a flag."""
     attributes_of_units: frozenset[tuple[str, str]] = frozenset()
     """Those of them that hold values of units."""
     flops: dict[str, int] = field(default_factory=dict)
@@ -368,6 +370,28 @@ class StateWatch:
             for name, before in self._attributes.items()
             for key in _different(before, _attributes(self._modules[name]))
         )
+
+    def turned_attributes(self) -> frozenset[tuple[str, str]]:
+        """Return the changed attributes of which a step may see by branching that they changed."""
+        return frozenset(
+            (name, key)
+            for name, key in self.changed_attributes()
+            if attribute_signature(self._attributes[name].get(key, (None,))[0])
+            != attribute_signature(vars(self._modules[name]).get(key))
+        )
+
+
+def attribute_signature(value: Any) -> Hashable:
+    """Return what a step may branch on of a value that it keeps on a module, as a flag or a cache.
+
+    Numbers and members of containers change with every batch, and are left out.
+    """
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, (bool, type(None))):
+        return value
+    kind: Hashable = type(value)
+    return kind
 
 
 def _buffers_of(module: Module) -> Iterator[tuple[str, Tensor]]:

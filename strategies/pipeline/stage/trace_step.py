@@ -276,6 +276,7 @@ class _StepTracer:
             )
             with self.between.paused():
                 self.trace.changed_attributes = state.changed_attributes()
+                self.trace.turned_attributes = state.turned_attributes()
                 attributes = {
                     (module, name): vars(around[module]).get(name)
                     for module, name in self.trace.changed_attributes
