@@ -390,8 +390,7 @@ def attribute_signature(value: Any) -> Hashable:
         return value.shape, value.dtype
     if isinstance(value, (bool, type(None))):
         return value
-    kind: Hashable = type(value)
-    return kind
+    return (type(value),)
 
 
 def _buffers_of(module: Module) -> Iterator[tuple[str, Tensor]]:
