@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
+from torchmetrics.functional import accuracy, f1_score
 
 from boltmesh.strategies import (
     Parallel3DStrategy,
@@ -250,6 +251,23 @@ class Contrasted(Gridded):
         return (found @ found.T).logsumexp(1).mean()
 
 
+class Scored(VisionTransformer):
+    """Logs functions of torchmetrics of predicted classes, which look for classes that are none."""
+
+    names = "f1_micro", "accuracy_micro", "f1_macro", "accuracy_macro", "most"
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.head(self.second(self.first(batch))).flatten(0, 1)
+        classes, predicted = torch.arange(len(logits)) % 3, logits.argmax(-1)
+        for average in ("micro", "macro"):
+            options: Any = {"task": "multiclass", "num_classes": 3, "average": average}
+            self.log(f"f1_{average}", f1_score(predicted, classes, **options))
+            self.log(f"accuracy_{average}", accuracy(predicted, classes, **options))
+        counts = torch.unique(predicted, return_counts=True)[1]
+        self.log("most", counts.max().float() if len(counts) else 0.0)
+        return nn.functional.cross_entropy(logits, classes)
+
+
 class Store:
     """Holds the tensors of a batch of another class, as in torch-geometric."""
 
@@ -305,6 +323,8 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         precision=precision,
     )  # fmt: skip
     trainer.fit(module, loader)
+    if kind is Scored:
+        losses.kept += [float(trainer.callback_metrics[each]) for each in Scored.names]
     if kind is Padded:
         losses.kept += trainer.validate(module, loader, verbose=False)[0].values()
     return losses.kept
@@ -320,6 +340,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         "Padded-pipeline",
         "Graphs-pipeline",
         "Gridded-two microbatches",
+        "Scored-pipeline",
         "Tagger-3d",
     )
 )
@@ -343,6 +364,8 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (Gridded, "pipeline"),
         (Gridded, "two microbatches"),
         (Contrasted, "two microbatches"),
+        (Scored, "pipeline"),
+        (Scored, "3d"),
         (Tagger, "pipeline"),
         (Tagger, "3d"),
     ],

@@ -92,9 +92,6 @@ def select(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, answer: 
         args: Its positional arguments; the first is the tensor, of shape ``(*)``.
         kwargs: Its keyword arguments.
         answer: Whether all elements are selected, else none.
-
-    Raises:
-        NotImplementedError: For a function whose result cannot be guessed this way.
     """
     source: Tensor = args[0]
     if name in {"argwhere", "nonzero", "where"}:
@@ -107,7 +104,28 @@ def select(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, answer: 
         return flat if answer else flat[:0]
     if name == "__getitem__":
         return source[_positions(args[1], answer=answer)]
-    raise NotImplementedError(name)
+    return _unique(*args, answer=answer, **kwargs)
+
+
+def _unique(
+    source: Tensor,
+    sorted: bool = True,  # noqa: A002 - as torch names it
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+    *,
+    answer: bool,
+) -> Any:
+    """Return ``torch.unique`` of elements, or slices along ``dim``, that all differ, or of none."""
+    along = source.reshape(-1) if dim is None else source
+    count = along.shape[dim or 0] if answer else 0
+    inverse = source if dim is None else along.movedim(dim, 0).flatten(1)[:, :1].reshape(-1)
+    found = [
+        along.narrow(dim or 0, 0, count),
+        *([inverse.to(torch.int64)] if return_inverse else []),
+        *([source.new_empty(count, dtype=torch.int64)] if return_counts else []),
+    ]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def scores_of_ctc(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -123,6 +141,25 @@ def scores_of_ctc(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     given = dict(zip(("log_probs", "", "", "", "", "reduction"), args, strict=False)) | dict(kwargs)
     scores: Tensor = given["log_probs"]
     return scores.sum((0, -1)) if given.get("reduction") == "none" else scores.sum()
+
+
+def counts_of_bins(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return a result of ``bincount`` without data; None if it does not say how many bins it has.
+
+    It has more than ``minlength``, ``(minlength,)``, where a number is larger: metrics state the
+    number of their classes.
+
+    Args:
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    given = dict(zip(("input", "weights", "minlength"), args, strict=False)) | dict(kwargs)
+    source, weights = given["input"], given.get("weights")
+    length = given.get("minlength", 0)
+    if not length:
+        return None
+    made: Tensor = source.new_zeros(length, dtype=torch.int64 if weights is None else weights.dtype)
+    return made
 
 
 def _positions(index: Any, *, answer: bool) -> Any:

@@ -20,6 +20,7 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     SELECTIONS,
     SIZES_ALONE,
     answer_of,
+    counts_of_bins,
     draws,
     guess,
     has_mask,
@@ -268,6 +269,8 @@ class BetweenUnitsTracer(OwnFunctionMode):
             except NEEDS_DATA as error:
                 if name == "ctc_loss":
                     return scores_of_ctc(args, kwargs)
+                if name == "bincount" and (bins := counts_of_bins(args, kwargs)) is not None:
+                    return bins
                 origin = next(
                     self._value_of(e).origin for e in tensors_in((args, kwargs)) if is_fake(e)
                 )
