@@ -395,7 +395,8 @@ class NonStageState:
         """
         is_kept = keeps and plan.stage == self._keeper
         attributes = plan.attributes_of_last if is_kept else plan.changed_attributes
-        if is_last and plan.stage == self._keeper:
+        keeps_turned = is_last and plan.stage == self._keeper
+        if keeps_turned:
             attributes -= plan.trace.turned_attributes - plan.attributes_of_last
         else:
             attributes |= plan.trace.turned_attributes
@@ -406,7 +407,7 @@ class NonStageState:
             self._set_buffer(name, copies[id(buffer)])
         try:
             # Models of transformers set an attribute after they have registered hooks.
-            with nullcontext() if is_kept else hooks_unchanged(self._root.modules()):
+            with nullcontext() if keeps_turned else hooks_unchanged(self._root.modules()):
                 yield
         finally:
             for name, buffer in buffers:
