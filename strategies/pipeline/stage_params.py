@@ -373,7 +373,7 @@ class NonStageState:
             inner: Another context, which it includes.
             plans: Plans of the stage, by microbatch.
             keeps: Returns whether changes by a microbatch are kept. Flags that the step sets and
-                caches that it fills are kept of the last one, so that all run alike.
+                caches that it fills are kept of the last one, so that all take one path.
         """
         self._keep_buffers()  # after a batch that ended by an error
         if not any(plan.changed_buffers or plan.changed_attributes for plan in plans):
