@@ -52,5 +52,6 @@ ENTRIES = [
     Entry("pytorch-tabular GANDALF", module("GANDALF"), batch),
     Entry("pytorch-tabular FTTransformer",
           module("FTTransformer", input_embed_dim=16, num_heads=2, num_attn_blocks=4,
-                 attn_dropout=0.0, ff_dropout=0.0, add_norm_dropout=0.0), batch),
+                 attn_dropout=0.0, ff_dropout=0.0, add_norm_dropout=0.0), batch,
+          has_unused=True),
 ]  # fmt: skip
