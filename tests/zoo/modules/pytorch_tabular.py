@@ -46,12 +46,18 @@ def module(name: str, **options: Any) -> Callable[[], Any]:
     return build
 
 
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "CategoryEmbedding": ("CategoryEmbeddingModel", {"layers": "16-16-8"}),
+    "GANDALF": ("GANDALF", {}),
+    "FTTransformer": (
+        "FTTransformer",
+        {"input_embed_dim": 16, "num_heads": 2, "num_attn_blocks": 4, "attn_dropout": 0.0,
+         "ff_dropout": 0.0, "add_norm_dropout": 0.0},
+    ),
+}  # fmt: skip
+
 ENTRIES = [
-    Entry("pytorch-tabular CategoryEmbedding",
-          module("CategoryEmbeddingModel", layers="16-16-8"), batch),
-    Entry("pytorch-tabular GANDALF", module("GANDALF"), batch),
-    Entry("pytorch-tabular FTTransformer",
-          module("FTTransformer", input_embed_dim=16, num_heads=2, num_attn_blocks=4,
-                 attn_dropout=0.0, ff_dropout=0.0, add_norm_dropout=0.0), batch,
-          has_unused=True),
+    Entry(f"pytorch-tabular {name}", module(config, **options), batch, microbatches=1,
+          has_unused=name == "FTTransformer")  # which leaves its batch norm out
+    for name, (config, options) in CONFIGS.items()
 ]  # fmt: skip
