@@ -397,7 +397,7 @@ class NonStageState:
         attributes = plan.attributes_of_last if is_kept else plan.changed_attributes
         keeps_turned = is_last and plan.stage == self._keeper
         if keeps_turned:
-            attributes -= plan.trace.turned_attributes - plan.attributes_of_last
+            attributes -= plan.trace.turned_attributes
         else:
             attributes |= plan.trace.turned_attributes
         buffers = self._buffers(plan.changed_buffers)

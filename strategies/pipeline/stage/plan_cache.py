@@ -169,7 +169,7 @@ class StagePlans:
         """Called with every new cut of a step; raises if this rank cannot run it."""
         self._known: OrderedDict[Hashable, _KnownSignature] = OrderedDict()
         self._kept_attributes: dict[tuple[str, str], None] = {}
-        """Attributes that steps change, by module and name, in the order of their traces."""
+        """Attributes that steps set to what is no unit's value, by module and name, in order."""
 
     def stages(
         self,
@@ -281,7 +281,8 @@ class StagePlans:
     def _note_attributes(self, trace: StepTrace) -> bool:
         """Note the attributes that a step has changed; return whether there are new ones."""
         before = len(self._kept_attributes)
-        self._kept_attributes.update(dict.fromkeys(sorted(trace.changed_attributes)))
+        own = trace.changed_attributes - trace.attributes_of_units
+        self._kept_attributes.update(dict.fromkeys(sorted(own)))
         return len(self._kept_attributes) > before
 
     def _known_of(

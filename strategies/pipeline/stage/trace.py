@@ -227,7 +227,8 @@ class StepTrace:
     changed_attributes: frozenset[tuple[str, str]] = frozenset()
     """Attributes that the step sets or fills on modules outside of units: module and name."""
     turned_attributes: frozenset[tuple[str, str]] = frozenset()
-    """Those of them on which the step may branch next time: a filled cache, a flag."""
+    """Those of them, without values of units, on which the step may branch next time: a filled
+    cache, a flag."""
     attributes_of_units: frozenset[tuple[str, str]] = frozenset()
     """Those of them that hold values of units."""
     flops: dict[str, int] = field(default_factory=dict)

@@ -276,7 +276,6 @@ class _StepTracer:
             )
             with self.between.paused():
                 self.trace.changed_attributes = state.changed_attributes()
-                self.trace.turned_attributes = state.turned_attributes()
                 attributes = {
                     (module, name): vars(around[module]).get(name)
                     for module, name in self.trace.changed_attributes
@@ -287,6 +286,7 @@ class _StepTracer:
                     if any(map(is_fake, tensors_in(value)))
                 }
                 self.trace.attributes_of_units = frozenset(self.left)
+                self.trace.turned_attributes = state.turned_attributes() - self.left.keys()
                 self.trace.changed_buffers = {
                     name: self.between.last_change(each)
                     for name, each in state.changed_buffers(self.between.is_written).items()
