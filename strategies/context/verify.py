@@ -195,6 +195,7 @@ def _run_with_whole_results(run: DryRun) -> DryRunOutcome:
     outcome.probed = {
         name: make_all_whole(several, "an output") for name, several in outcome.probed.items()
     }
+    outcome.kept = {}  # may be of this rank's tokens
     return outcome
 
 

@@ -200,6 +200,16 @@ def _add_containers(
             _add_containers(members, containers, depth=depth - 1)
 
 
+def members_of(value: Any, *, depth: int) -> Iterator[Any]:
+    """Yield what an attribute holds: its value, or the members of small containers in it."""
+    if type(value) in CONTAINERS or type(value) is tuple:
+        if depth and len(value) <= MOST_MEMBERS:
+            for each in value.values() if isinstance(value, dict) else value:
+                yield from members_of(each, depth=depth - 1)
+    else:
+        yield value
+
+
 def holds(container: Any, members: Any) -> bool:
     """Whether a container has the same objects as an earlier copy of it."""
     if len(container) != len(members):

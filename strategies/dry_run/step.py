@@ -1,7 +1,7 @@
 """Runs a user's step once, without logging, dropout or side effects, and compares two such runs.
 
 ``DryRunOutcome`` holds the results that are compared, everything that training would use: the loss,
-every gradient, and the outputs of the repeated blocks.
+every gradient, the outputs of the repeated blocks, and what the step leaves in attributes.
 
 ``difference`` does not depend on how sums are distributed: gradients are compared relative to their
 own size, but at least to a thousandth of the largest one, because gradients of key biases are zero
@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -35,6 +37,7 @@ from boltmesh.strategies.dry_run.fake_optimizers import (
 )
 from boltmesh.strategies.dry_run.no_side_effects import (
     ParametersUnchanged,
+    members_of,
     untraced,
 )
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
@@ -65,6 +68,8 @@ class DryRunOutcome:
     """Values that the step returned, such as the loss, and logged, in order; of any shape."""
     probed: dict[str, list[Tensor]] = field(default_factory=dict)
     """First tensor of the output of each call of a probe, of any shape, by name of the probe."""
+    kept: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Tensors and arrays that the step left in attributes, by name of module and attribute."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients, in the shapes of their parameters, by first name of the parameter."""
 
@@ -97,6 +102,8 @@ class DryRun:
     def forward(self, module: Module) -> Any:
         """Run the step and return its result with its graph, for analyses of operators.
 
+        The result includes what the step leaves in attributes of modules.
+
         Args:
             module: The same module, which analyses pass.
         """
@@ -104,7 +111,8 @@ class DryRun:
         with self._untraced(), torch.set_grad_enabled(self.trains):
             if self.trains:
                 _let_draw(self.module)
-            return self._call()[0]
+            earlier = self._attributes()
+            return self._call()[0], [each for _, each in self._new_attributes(earlier)]
 
     def run(self, *, has_backward: bool = True) -> DryRunOutcome:
         """Run the step, and its backward pass if it trains.
@@ -121,8 +129,11 @@ class DryRun:
         try:
             logged: list[Any] = []
             with self._untraced(), self._probed(outcome), torch.set_grad_enabled(trains):
+                earlier = self._attributes()
                 with patched(self.module, log=lambda name, value, *_, **__: logged.append(value)):
                     result, collected = self._call()
+                for name, each in self._new_attributes(earlier):
+                    outcome.kept.setdefault(name, []).append(torch.as_tensor(each).detach())
                 outcome.values = _tensors_of([result, logged])
                 if trains and self.module.automatic_optimization:
                     loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -154,6 +165,19 @@ class DryRun:
         optimizers = fake_optimizers(trainer.strategy, self.module) if trainer else nullcontext()
         with self.around(), optimizers:
             return step(*args), {}
+
+    def _attributes(self) -> dict[int, tuple[str, Tensor | np.ndarray[Any, Any]]]:
+        """Return float tensors and arrays in attributes of modules with their names, by ``id``."""
+        return {
+            id(value): (f"{path}.{name}".lstrip("."), value)
+            for path, module in self.module.named_modules()
+            for name, attribute in vars(module).items()
+            for value in members_of(attribute, depth=2)
+            if _has_floats(value)
+        }
+
+    def _new_attributes(self, earlier: Mapping[int, Any]) -> list[tuple[str, Any]]:
+        return [each for key, each in self._attributes().items() if key not in earlier]
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:
@@ -197,6 +221,16 @@ def _let_draw(module: Module) -> None:
     module.training = True
     for child in module.children():
         _let_draw(child)
+
+
+def _has_floats(value: object) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind == "f"
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, Parameter | DTensor)
+        and value.is_floating_point()
+    )
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:
@@ -319,6 +353,12 @@ def difference(
         apart = _apart(one, other, 0.0)
         if not apart <= allowed(one, third, 0.0):
             return f"gives an output of {name} that is {apart:.2g} off"
+    for name, one, other, third in _kept(whole, planned, nudged):
+        if one.shape != other.shape:
+            return f"leaves {tuple(other.shape)} for {tuple(one.shape)} in the attribute {name}"
+        apart = _apart(one, other, 0.0)
+        if not apart <= allowed(one, third, 0.0):
+            return f"leaves a value in the attribute {name} that is {apart:.2g} off"
     if whole.gradients.keys() != planned.gradients.keys():
         name = min(whole.gradients.keys() ^ planned.gradients.keys())
         return f"gives {'no' if name in whole.gradients else 'a'} gradient of {name}"
@@ -346,6 +386,16 @@ def _comparable(
         )
         if one.shape == other.shape
     ]
+
+
+def _kept(
+    whole: DryRunOutcome, planned: DryRunOutcome, nudged: DryRunOutcome
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Yield what both runs left in attributes, and what the third run did."""
+    for name, several in whole.kept.items():
+        third = nudged.kept.get(name, several)
+        for each in zip(several, planned.kept.get(name, []), third, strict=False):
+            yield name, *each
 
 
 def _apart(one: Tensor, other: Tensor, least: float) -> float:

@@ -128,6 +128,9 @@ class _Run:
     has_backward: bool = True
 
 
+_ALL_BLOCKS = _Run("all blocks", {})
+
+
 class _Proof:
     def __init__(self, plan: TensorPlan, stage: ProofInputs) -> None:
         self.plan = plan
@@ -148,7 +151,6 @@ class _Proof:
     def settled(self) -> TensorPlan:
         if not self.kinds:
             return self.plan
-        first = _Run("one block of each kind", self.stage.passed)
         device, precision = self.rehearsal.device, self.stage.precision
         wide = torch.promote_types(precision.dtype, torch.float32)
         with parameters_lent(self.stage.blocks, self.stage.passed), full_float32():
@@ -158,7 +160,7 @@ class _Proof:
                     self.rehearsal = replace(self.rehearsal, args=args)
                     if wide == torch.float64:  # the default dtype of the step's new tensors
                         self.rehearsal = replace(self.rehearsal, around=precision.around)
-                    self._run_whole(first)
+                    self._run_first()
                     return self._searched()
             except _NotRunError as error:
                 if precision.dtype.itemsize >= torch.float32.itemsize:
@@ -170,7 +172,7 @@ class _Proof:
             with converted(
                 self.root, device, lambda before: before if precision.is_mixed else precision.dtype
             ):
-                self._run_whole(first)
+                self._run_first()
                 plan = self._searched()
         note = f"verified in the precision of the run and within {ROUGH:.0%}, as in fp32 {reason}"
         return replace(plan, notes=(*plan.notes, note))
@@ -195,17 +197,21 @@ class _Proof:
         The whole model if its activations fit; otherwise without a backward pass, which keeps
         nothing, and with the first and the last of each kind.
         """
-        if not self.stage.passed:
+        if not self.stage.passed or _ALL_BLOCKS in self.wholes:
             return []
-        fits = self.stage.activation_bytes <= _free_bytes(self.stage) / 2
-        if self._first(None if fits else "too large") is None:
-            return [_Run("all blocks", {})]
+        if self._fits():
+            return [_ALL_BLOCKS]
         lasts = set(lasts_of(self.plan.kinds).values())
         others = {name: first for name, first in self.stage.passed.items() if name not in lasts}
         return [
             _Run("the first and the last of each kind", others),
             _Run("all blocks", {}, has_backward=False),
         ]
+
+    def _fits(self) -> bool:
+        """Whether the activations of all blocks fit on every rank. Collective over all ranks."""
+        fits = self.stage.activation_bytes <= _free_bytes(self.stage) / 2
+        return self._first(None if fits else "too large") is None
 
     def _search(self) -> TensorPlan:
         plan = self.plan
@@ -285,6 +291,18 @@ class _Proof:
         return replace(plan, backends=dict(chosen), notes=(*plan.notes, *self.notes))
 
     # Runs.
+
+    def _run_first(self) -> None:
+        """Run one block of each kind; all blocks if the step needs what a skipped block leaves.
+
+        FTTransformer of pytorch-tabular reads the attention weights that each block keeps.
+        """
+        try:
+            self._run_whole(_Run("one block of each kind", self.stage.passed))
+        except _NotRunError:
+            if not self.stage.passed or not self._fits():
+                raise
+            self._run_whole(_ALL_BLOCKS)
 
     def _run_whole(self, run: _Run) -> None:
         """Run the whole model; raise its error on all ranks with the first rank's reason."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
@@ -199,7 +199,8 @@ class OwnFunctionMode(TorchFunctionMode):
     """A mode that also handles calls of a user's ``torch.autograd.Function``.
 
     Functions of torch in its ``forward`` are handled as others are, without a graph: their results
-    get their history when the call ends, and only then does the step continue with them.
+    get their history when the call ends, and only then does the step continue with them. A call
+    within an operator, such as one of ``torch.library`` (neurons of spikingjelly), is part of that.
     """
 
     @override
@@ -210,6 +211,8 @@ class OwnFunctionMode(TorchFunctionMode):
             call = partial(super(_FUNCTION, kind).apply, *args, **kwargs)  # type: ignore[misc]
             is_ours = kind.__module__.partition(".")[0] in {"boltmesh", "torch"}
             if is_ours and kind is not checkpoint.CheckpointFunction:
+                return call()
+            if not any(mode is self for mode in _get_current_function_mode_stack()):
                 return call()
             return self.call_function(f"{kind.__name__}.apply", call, (args, kwargs))
 

@@ -307,6 +307,92 @@ class Quantized(VisionTransformer):
         self.first = Codebook()  # type: ignore[assignment]
 
 
+class Spike(torch.autograd.Function):
+    """Whether a potential is above a threshold, with a smooth gradient, as in snntorch."""
+
+    @staticmethod
+    def forward(ctx: Any, potential: Tensor) -> Tensor:
+        ctx.save_for_backward(potential)
+        return (potential > 0).float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (potential,) = ctx.saved_tensors
+        return gradient / (1 + potential.square())
+
+
+def spikes(x: Tensor) -> Tensor:
+    """Spikes over time; an operator of a library that calls functions, as in spikingjelly."""
+    potential, made = torch.zeros_like(x[:, 0]), []
+    for step in range(x.shape[1]):
+        potential = 0.5 * (potential + x[:, step])
+        made.append(Spike.apply(potential - 0.1))
+    return torch.stack(made, 1)
+
+
+LIBRARY = torch.library.Library("boltmesh_tests", "FRAGMENT")
+LIBRARY.define("spikes(Tensor x) -> Tensor")
+LIBRARY.impl("spikes", spikes, "CompositeImplicitAutograd")
+
+
+class Neurons(nn.Module):
+    """Neurons without parameters, whose potentials are begun anew in each step."""
+
+    def __init__(self, *, is_operator: bool) -> None:
+        super().__init__()
+        self.is_operator = is_operator
+        self.potential: Any = 0.0
+
+    def forward(self, x: Tensor) -> Any:
+        if self.is_operator:
+            return torch.ops.boltmesh_tests.spikes(x)
+        made = []
+        for step in range(x.shape[1]):
+            self.potential = 0.5 * self.potential + x[:, step]
+            made.append(Spike.apply(self.potential - 0.1))
+            self.potential = self.potential - made[-1].detach()
+        return torch.stack(made, 1)
+
+
+class Spiking(VisionTransformer):
+    is_operator = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [(nn.Linear(16, 16), Neurons(is_operator=self.is_operator)) for _ in range(4)]
+        self.layers = nn.Sequential(*(each for pair in layers for each in pair))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for neurons in list(self.layers)[1::2]:
+            neurons.potential = 0.0
+        return (self.layers(3 * batch).mean(1) - 0.2).square().mean()
+
+
+class SpikingByOperator(Spiking):
+    is_operator = True
+
+
+class Recurrence(nn.Module):
+    """Writes its states into zeros that it has made beforehand, as xLSTM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = self.into(x)
+        states = torch.zeros(x.shape[0], x.shape[1] + 1, 32)
+        for step in range(x.shape[1]):
+            states[:, step + 1] = torch.tanh(inputs[:, step] + states[:, step].clone())
+        return x + self.out(states[:, 1:])
+
+
+class Recurrent(VisionTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Recurrence(), Recurrence()  # type: ignore[assignment]
+
+
 def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str) -> list[float]:
     seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
@@ -342,6 +428,9 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         "Gridded-two microbatches",
         "Scored-pipeline",
         "Tagger-3d",
+        "Spiking-two microbatches",
+        "SpikingByOperator-two microbatches",
+        "Recurrent-tensor",
     )
 )
 @pytest.mark.parametrize(
@@ -368,6 +457,9 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (Scored, "3d"),
         (Tagger, "pipeline"),
         (Tagger, "3d"),
+        (Spiking, "two microbatches"),
+        (SpikingByOperator, "two microbatches"),
+        (Recurrent, "tensor"),
     ],
 )
 def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str) -> None:

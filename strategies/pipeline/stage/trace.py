@@ -25,6 +25,7 @@ from boltmesh.strategies.pytree import Build, tensors_in
 from boltmesh.strategies.source_line import OF_TORCH, line_outside
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
+    functions_unwatched,
     is_equal,
     is_fake,
     make_fake,
@@ -274,10 +275,11 @@ class SavedTensorWatch:
                 self._note(each)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if not _is_weight_cast(tensor):  # exists once for all microbatches
-            self._note(tensor)
-        # Detached: an operator's output and the operator would keep each other alive.
-        return tensor.detach()
+        with functions_unwatched():  # this is no part of the step
+            if not _is_weight_cast(tensor):  # exists once for all microbatches
+                self._note(tensor)
+            # Detached: an operator's output and the operator would keep each other alive.
+            return tensor.detach()
 
     def _note(self, tensor: Tensor) -> None:
         if not is_fake(tensor):

@@ -4,15 +4,17 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, MultiheadAttention, Parameter
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from boltmesh.strategies.dry_run.no_side_effects import name_of, writes_to_first
 from boltmesh.strategies.tensor.analysis import arithmetic_rules, movement_rules
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
 from boltmesh.strategies.tensor.analysis.trace import (
@@ -136,6 +138,44 @@ class AnalysisMode(DispatchMode):
         self.trace.steps.append(step)
         if call.name in _VIEWS:
             self.trace.bases.update({each.key: taken[0].key for each in given})
+
+
+_ARRAYS = frozenset({Tensor.__array__, Tensor.numpy, Tensor.tolist})
+
+
+class _FunctionsOnFakes(TorchFunctionMode):
+    """Lets code read fake tensors as arrays or lists, and write them into tensors with values.
+
+    Metrics of scikit-learn read arrays. States of recurrent networks are often written into a
+    tensor of zeros (``states[:, step] = state``), which has no values from then on.
+    """
+
+    def __init__(self, trace: DimTrace, persistent: set[int], guess: int) -> None:
+        super().__init__()
+        self.trace, self.persistent, self.guess = trace, persistent, guess
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ARRAYS and is_fake(args[0]):
+            read = args[0]
+            self.trace.guessed[f"Tensor.{func.__name__}"] += 1
+            self.trace.keep_whole(read, func.__name__)
+            args = torch.full(read.shape, self.guess, dtype=read.dtype), *args[1:]
+        elif args and writes_to_first(name_of(func)):
+            self._lose_values(args[0], (args[1:], kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _lose_values(self, written: object, given: Any) -> None:
+        """Make a tensor with values a fake one if a fake one is written into it."""
+        if type(written) is not Tensor or is_fake(written) or id(written) in self.persistent:
+            return
+        fake = next((each for each in _tensors(given) if is_fake(each)), None)
+        if fake is not None:
+            empty = fake.new_empty(written.shape, dtype=written.dtype)
+            with suppress(RuntimeError):  # another object refers to its memory
+                torch.utils.swap_tensors(written, empty)
 
 
 def _in_half(tensor: Tensor) -> Tensor:
@@ -272,6 +312,7 @@ def analyse(
                 torch.enable_grad(),
                 FakePackedSequences(),
                 AnalysisMode(trace, persistent, guess),
+                _FunctionsOnFakes(trace, persistent, guess),
             ):
                 result = each(module)
             for value in tree_leaves(result):

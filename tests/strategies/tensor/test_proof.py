@@ -14,6 +14,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies import TensorParallelStrategy
 from boltmesh.strategies.dry_run import step as dry_run_step
 from boltmesh.strategies.tensor import placement, verify
+from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.plan import Section, SizeAttribute, TensorPlan
 from boltmesh.strategies.tensor.planning import make_plan
 from boltmesh.strategies.torch_compat.communication import destroy_group
@@ -387,6 +388,71 @@ def test_what_roundings_decide_is_no_fault() -> None:
         assert nudges > 0
         assert "blocks.3.up.weight" in sharded
         assert notes == ()
+
+
+class Attentive(LightningModule):
+    """Keeps outputs for the end of the epoch, and reads what each block left on itself.
+
+    FTTransformer of pytorch-tabular reads so, and every module written for Lightning 2 keeps so.
+    """
+
+    def __init__(self, *, keeps_hidden: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping(keeps_hidden) for _ in range(3))
+        self.training_step_outputs: list[Tensor] = []
+        self.shares_right: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = functional.one_hot(batch[0], 24).float()
+        for block in self.blocks:
+            x = block(x)
+            self.training_step_outputs.append(block.seen.detach())
+        self.shares_right.append((x.detach().argmax(-1).numpy() == batch[1].numpy()).mean())
+        return functional.mse_loss(x, functional.one_hot(batch[1], 24).float())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Keeping(nn.Module):
+    def __init__(self, keeps_hidden: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 12), nn.Linear(12, 24)
+        self.keeps_hidden = keeps_hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).tanh()
+        x = x + self.down(hidden)
+        self.seen = hidden if self.keeps_hidden else x
+        return x
+
+
+def train_attentive(
+    rank: int, world_size: int, keeps_hidden: bool, is_analysed: bool
+) -> tuple[list[float], Any, list[str], tuple[str, ...]]:
+    seed_everything(1, verbose=False)
+    module = Attentive(keeps_hidden=keeps_hidden)
+    if not is_analysed:
+        vars(placement)["analyse"] = lambda module, run, **options: analyse(
+            module, lambda each: run(each)[0], **options
+        )
+    losses, plan = fit(module, world_size)
+    kept = [each.mean().item() for each in module.training_step_outputs] + module.shares_right
+    return losses, kept, *((list(plan.sharded), plan.notes) if plan else ([], ()))
+
+
+@pytest.mark.parametrize(
+    ("keeps_hidden", "is_analysed"), [(False, True), (True, True), (True, False)]
+)
+def test_what_a_step_keeps_for_later_is_that_of_the_whole_model(
+    keeps_hidden: bool, is_analysed: bool
+) -> None:
+    losses, expected, *_ = run_ranks(train_attentive, 1, keeps_hidden, True)[0]
+    for mine, kept, sharded, notes in run_ranks(train_attentive, 2, keeps_hidden, is_analysed):
+        assert mine == pytest.approx(losses, rel=1e-5)
+        assert kept == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert ("blocks.1.up.weight" in sharded) is not keeps_hidden
+        assert any("in the attribute" in each for each in notes) is not is_analysed
 
 
 def test_a_step_that_cannot_be_run_before_the_first_is_refused_with_its_reason() -> None:
