@@ -26,10 +26,10 @@ from typing_extensions import override
 from boltmesh.strategies.data_parallel.all_to_all_params import AllToAllParams, all_to_all_params
 from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
 from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.param_remap import ParamRemap
 from boltmesh.strategies.data_parallel.param_state import (
     BufferSync,
     OwnedParams,
-    ParamRemap,
     PlainInStep,
     ScalarParams,
     has_no_rows,
@@ -253,6 +253,7 @@ def shard_model(
     tiled, owned = sharding.tiled, sharding.owned
     sharded = as_units([*units.items(), ("", root)])
     register_units(sharded.values())
+    sharding.successors.follow_gathers(sharded.values())
     if not module.automatic_optimization:
         end_every_backward(sharded[""])
     keep_for_derivatives(

@@ -1,4 +1,4 @@
-"""State of a sharded model beside its shards: scalars, replaced parameters, buffers, gradients.
+"""State of a sharded model beside its shards: scalars, buffers, gradients.
 
 - ``ScalarParams``: a parameter without dimensions, such as a learned temperature, cannot be
   sharded. Every rank keeps it. Between steps it is a replicated DTensor, so that optimizers and
@@ -6,9 +6,6 @@
   the forward pass computes with plain tensors.
 - ``OwnedParams``: each rank has its own rows of experts' parameters and computes with them. Between
   steps they are DTensors as well.
-- ``ParamRemap``: before a strategy shards the model, its author may give parameters attributes,
-  gradient hooks and places in lists and optimizers. Sharding makes new objects, a shard and an
-  unsharded parameter; both take these over.
 - ``follow_toggles``: the optimizer holds the shard of a parameter, the forward pass uses the
   unsharded one. FSDP2 copies ``requires_grad`` from the first to the second when it gathers;
   parameters that stay gathered are updated before a forward pass (``StepUnits.follow_shards``) and
@@ -23,8 +20,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,17 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
-from boltmesh.strategies.deferred_initialization.recording import map_leaves, tensors_of
 from boltmesh.strategies.engine.data_axis import OwnedRows
 from boltmesh.strategies.grad_norm import OWNED_DIM
 from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.shard_tensor import GatheredSource, OffloadedShard
-from boltmesh.strategies.torch_compat.autograd import move_gradient_hooks
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
 from boltmesh.strategies.torch_compat.fsdp import unit_parameters
 from boltmesh.strategies.torch_compat.modules import buffers_of, set_parameter
@@ -61,6 +52,8 @@ from boltmesh.strategies.torch_compat.tensors import (
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from boltmesh.strategies.data_parallel.fully_shard import RootModule
 
 
@@ -339,78 +332,6 @@ def _replicate(parameter: Parameter, mesh: DeviceMesh) -> Parameter:
     placements = [Replicate()] * mesh.ndim
     value = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
     return Parameter(value, requires_grad=parameter.requires_grad)
-
-
-class ParamRemap:
-    """Maps the parameters that an author made to those that sharding made of them."""
-
-    def __init__(self) -> None:
-        # Weak: the author's parameters are unsharded, and are freed where nothing else holds them.
-        self._of: MutableMapping[Tensor, Parameter] = WeakTensorKeyDictionary()
-
-    @contextmanager
-    def of_parameters(self, unit: Module) -> Iterator[None]:
-        """Context for code that shards parameters below a module."""
-        before = [
-            (owner, key, parameter)
-            for owner in unit.modules()
-            for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
-            if not isinstance(parameter, DTensor)
-        ]
-        marks = {parameter: dict(vars(parameter)) for _, _, parameter in before}
-        yield
-        for owner, key, parameter in before:
-            successor = getattr(owner, key)
-            if successor is parameter or parameter in self._of:
-                continue
-            vars(successor).update(marks[parameter])
-            move_gradient_hooks(parameter, successor)
-            self._of[parameter] = successor
-
-    def take_places(self, root: Module) -> None:
-        """Replace parameters in plain containers of modules, beside the registered ones."""
-        for module in root.modules():
-            for key, value in list(vars(module).items()):
-                is_registered = key in {"_parameters", "_buffers", "_modules"}
-                if is_registered or type(value) not in {list, tuple, dict}:
-                    continue
-                if any(tensor in self._of for tensor in tensors_of(value)):
-                    vars(module)[key] = map_leaves(self._successor, value)
-
-    def take_over(self, optimizers: Iterable[Optimizer], module: Module) -> None:
-        """Replace parameters in optimizers that were made before sharding.
-
-        Raises:
-            ConfigError: For parameters that the module neither has nor had: no collective would
-                reduce their gradients.
-        """
-        known = set(module.parameters())
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for number, parameter in enumerate(group["params"]):
-                    successor = self._successor(parameter)
-                    if successor is not parameter:
-                        _refuse_state(optimizer, parameter)
-                        group["params"][number] = successor
-                    elif parameter.requires_grad and parameter not in known:
-                        raise ConfigError(
-                            f"{type(optimizer).__name__} updates a parameter of the shape "
-                            f"{tuple(parameter.shape)} that is none of "
-                            f"{type(module).__name__}'s, so no gradients of it would be averaged. "
-                            f"Make the optimizer in configure_optimizers, of self.parameters()."
-                        )
-
-    def _successor(self, value: Any) -> Any:
-        return self._of.get(value, value) if isinstance(value, Tensor) else value
-
-
-def _refuse_state(optimizer: Optimizer, parameter: Tensor) -> None:
-    if optimizer.state.get(parameter):
-        raise ConfigError(
-            f"{type(optimizer).__name__} was made before the model was sharded, and has state of "
-            f"an unsharded parameter of the shape {tuple(parameter.shape)}. Make it in "
-            f"configure_optimizers."
-        )
 
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")

@@ -44,10 +44,10 @@ from boltmesh.strategies.data_parallel.fully_shard import (
     as_units,
 )
 from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.param_remap import ParamRemap
 from boltmesh.strategies.data_parallel.param_state import (
     BufferSync,
     OwnedParams,
-    ParamRemap,
     PlainInStep,
     ScalarParams,
     has_no_rows,
@@ -188,6 +188,7 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
     # Units that the optimizer steps first are gathered first; offload steps in the model's order.
     units = as_units(reversed(found.items()))
     register_units(units.values())
+    successors.follow_gathers(units.values())
     exchanges = () if context.owned is None else context.owned.exchanges
     gathers = {each.module: UnitGather(each.is_on, each.attend) for each in exchanges}
     return ShardedModel(

@@ -15,6 +15,7 @@ from boltmesh.strategies import (
     Parallel3DStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
+    ZeROStrategy,
 )
 from tests.support.numbered import Losses
 from tests.support.ranks import RankFailure, run_ranks
@@ -30,6 +31,12 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
         2, lambda: PipelineParallelStrategy(schedule="gpipe", microbatches=2, telemetry=False)
     ),
     "tensor": (2, lambda: TensorParallelStrategy(telemetry=False)),
+    "zero1": (2, lambda: ZeROStrategy(stage=1, telemetry=False)),
+    "zero3": (2, lambda: ZeROStrategy(stage=3, blocks=["first", "second"], telemetry=False)),
+    "zero in pipelines": (
+        4,
+        lambda: Parallel3DStrategy(pipeline=2, data=2, microbatches=1, telemetry=False),
+    ),
     "3d": (
         4,
         lambda: Parallel3DStrategy(pipeline=2, tensor=2, microbatches=1, telemetry=False),
@@ -393,6 +400,29 @@ class Recurrent(VisionTransformer):
         self.first, self.second = Recurrence(), Recurrence()  # type: ignore[assignment]
 
 
+class Cell(nn.Module):
+    """Computes with the parameters in a dictionary, as cells of ncps do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(16, 16))
+        self.decay = nn.Parameter(torch.rand(16))
+        self.params = {"weight": self.weight, "more": [self.decay]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            update = torch.tanh(x[:, step] @ self.params["weight"])  # type: ignore[operator]
+            state = state * self.params["more"][0] + update
+        return x + state.unsqueeze(1)
+
+
+class Cells(VisionTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Cell(), Cell()  # type: ignore[assignment]
+
+
 def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str) -> list[float]:
     seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
@@ -431,6 +461,8 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         "Spiking-two microbatches",
         "SpikingByOperator-two microbatches",
         "Recurrent-tensor",
+        "Cells-zero3",
+        "Cells-zero in pipelines",
     )
 )
 @pytest.mark.parametrize(
@@ -460,6 +492,10 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (Spiking, "two microbatches"),
         (SpikingByOperator, "two microbatches"),
         (Recurrent, "tensor"),
+        (Cells, "zero1"),
+        (Cells, "zero3"),
+        (Cells, "zero in pipelines"),
+        (Cells, "tensor"),
     ],
 )
 def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str) -> None:

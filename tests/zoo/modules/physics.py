@@ -92,7 +92,10 @@ class Switched(nn.Module):
         from st_moe_pytorch import MoE, SparseMoEBlock
 
         self.blocks = nn.ModuleList(
-            SparseMoEBlock(MoE(dim=8, num_experts=4, threshold_train=0.0, is_distributed=False), add_ff_before=True)
+            SparseMoEBlock(
+                MoE(dim=8, num_experts=4, threshold_train=0.0, is_distributed=False),
+                add_ff_before=True,
+            )
             for _ in range(4)
         )
 

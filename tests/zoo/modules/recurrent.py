@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -65,7 +64,7 @@ def series(number: int) -> Any:
 class Liquid(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        from ncps.torch import CfC, LTC
+        from ncps.torch import LTC, CfC
         from ncps.wirings import AutoNCP
 
         self.first = CfC(3, 12)
