@@ -23,13 +23,14 @@ from boltmesh.strategies.context.entries import EntryHooks, SequenceEntry
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.seq_shard import ContextState, make_all_whole, step_ended
 from boltmesh.strategies.context.tokenwise import TokenwiseModule, TokenwiseModules
+from boltmesh.strategies.dry_run.comparison import difference
 from boltmesh.strategies.dry_run.step import (
     DryRun,
     DryRunOutcome,
     converted,
-    difference,
     floats_in,
     full_float32,
+    zeros_filled,
 )
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.patch import patched
@@ -78,7 +79,12 @@ class ContextProof:
         wide = partial(torch.promote_types, torch.float32)
         is_idle = True
         try:
-            with converted(module, device, wide), full_float32(), flex_attention_watched():
+            with (
+                converted(module, device, wide),
+                zeros_filled(module),
+                full_float32(),
+                flex_attention_watched(),
+            ):
                 args = floats_in(torch.float32, move_data_to_device(self.dry_run.args, device))
                 run = replace(self.dry_run, args=tuple(args), probes=probes)
                 lengths = self._lengths(run)

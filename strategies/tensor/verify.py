@@ -23,17 +23,16 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.chunks import DimDivision
+from boltmesh.strategies.dry_run.comparison import ROUGH, TOLERANCE, difference
 from boltmesh.strategies.dry_run.step import (
-    ROUGH,
-    TOLERANCE,
     Around,
     DryRun,
     DryRunOutcome,
     converted,
-    difference,
     floats_in,
     full_float32,
     parameters_kept,
+    zeros_filled,
 )
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.tensor.expected_traffic import CountedGroup, OperatorTraffic
@@ -153,7 +152,8 @@ class _Proof:
             return self.plan
         device, precision = self.rehearsal.device, self.stage.precision
         wide = torch.promote_types(precision.dtype, torch.float32)
-        with parameters_lent(self.stage.blocks, self.stage.passed), full_float32():
+        lent = parameters_lent(self.stage.blocks, self.stage.passed)
+        with lent, zeros_filled(self.root), full_float32():
             try:
                 with converted(self.root, device, partial(torch.promote_types, wide)):
                     args = floats_in(wide, self.rehearsal.args)

@@ -27,12 +27,10 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError
+from boltmesh.strategies.dry_run.comparison import ROUGH, TOLERANCE, difference
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.dry_run.step import (
-    ROUGH,
-    TOLERANCE,
     DryRunOutcome,
-    difference,
     full_float32,
     without_dropout,
 )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from boltmesh.strategies.dry_run import step
-from boltmesh.strategies.dry_run.step import DryRunOutcome, _apart, difference
+from boltmesh.strategies.dry_run.comparison import _apart, difference
+from boltmesh.strategies.dry_run.step import DryRunOutcome
 
 
 @pytest.mark.parametrize("part", [1, 7, 2**24])

@@ -80,7 +80,9 @@ def fit(
     return losses.kept, strategy.plan
 
 
-def train(rank: int, world_size: int, name: str | None) -> tuple[list[float], list[str], Any]:
+def train(
+    rank: int, world_size: int, name: str | None, scale: float = 1.0
+) -> tuple[list[float], list[str], Any]:
     seed_everything(1, verbose=False)
     made: list[TensorPlan] = []
     if name is not None:
@@ -91,8 +93,20 @@ def train(rank: int, world_size: int, name: str | None) -> tuple[list[float], li
             return made[-1]
 
         vars(placement)["make_plan"] = faulty
-    losses, plan = fit(TinyGPT(optimizer="sgd"), world_size)
+    gpt = TinyGPT(optimizer="sgd")
+    for layer in (gpt.head, *(block.attention.out for block in gpt.blocks)):
+        layer.weight.data *= scale
+    losses, plan = fit(gpt, world_size, steps=6)
     return (losses, list(plan.sharded), plan.notes) if plan else (losses, [], ())
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-8])  # as in UNets; scales of ConvNeXt multiply
+def test_a_wrong_plan_before_layers_of_zeros_does_not_train(scale: float) -> None:
+    reference = run_ranks(train, 1, None, scale)[0][0]
+    for losses, sharded, notes in run_ranks(train, 2, "other rows", scale):
+        assert losses == pytest.approx(reference, rel=1e-5)
+        assert "blocks.0.attention.qkv.weight" not in sharded
+        assert any("blocks.0" in each for each in notes)
 
 
 @pytest.mark.sample("no sum")
