@@ -10,7 +10,12 @@ import torch
 from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.chunk_placement import plan_places
 from boltmesh.strategies.offload.disk.param_store import WINDOW_BYTES, DiskParameterStore
-from boltmesh.strategies.offload.disk.preflight import DiskLoad, DiskReport, measure_disk
+from boltmesh.strategies.offload.disk.preflight import (
+    LEAST_BYTES,
+    DiskLoad,
+    DiskReport,
+    measure_disk,
+)
 from boltmesh.strategies.offload.disk.state_store import NUM_BUFFERS, DiskStateStore
 from boltmesh.strategies.offload.disk.swap_file import Swap
 from boltmesh.strategies.offload.host_memory import HostArena
@@ -140,7 +145,7 @@ def open_stores(
         )
         stores.swap = Swap(
             os.fspath(plan.path),
-            state_bytes + copy_bytes,
+            max(state_bytes + copy_bytes, LEAST_BYTES),
             rank=rank,
             recorder=recorder,
             device=device,

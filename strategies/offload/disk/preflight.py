@@ -33,6 +33,9 @@ log = logger()
 SAMPLE_BYTES = 64 << 20
 """Size of one transfer in each direction: many blocks per thread."""
 
+LEAST_BYTES = 2 * PAGE_BYTES
+"""Size of the smallest file that can be measured: a transfer in each direction at once."""
+
 MEASURE_S = 0.25
 """Duration of each of the three measurements, at least one transfer. A file that is smaller than
 the samples is measured by a single transfer: its transfers take no time that matters."""

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch import Tensor
+from torch import Tensor, nn
 
 from boltmesh.strategies import ZeROStrategy
 from boltmesh.strategies.offload import stores
 from boltmesh.strategies.offload.update_rule import ElementwiseRule
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 from tests.strategies.offload.test_elementwise import Counting
-from tests.support.models import Regression, regression_data
+from tests.support.models import FEATURES, Regression, regression_data
 from tests.support.offloaded import full
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import whole_parameters
@@ -46,6 +46,37 @@ def module() -> Regression:
 
 def whole(model: LightningModule) -> list[Tensor]:
     return [full(each).detach().clone() for each in model.parameters()]
+
+
+class OneLayer(Regression):
+    """One unit with one tensor of state: its master parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.side = nn.Sequential(nn.Linear(FEATURES, 1)), None
+
+    def loss(self, batch: Any, *, uses_side: bool = True) -> Tensor:
+        return super().loss(batch, uses_side=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_plainly(rank: int, world_size: int, folder: Path) -> list[list[Tensor]]:
+    found = []
+    for strategy in ({}, {"offload_optimizer": "nvme", "offload_path": folder}):
+        trainer = make(world_size, strategy=strategy, max_steps=3, use_distributed_sampler=False)
+        seed_everything(1, verbose=False)
+        model = OneLayer()
+        trainer.fit(model, regression_data(12, 4))
+        found.append(whole(model))
+    return found
+
+
+def test_a_state_of_less_than_two_pages_is_kept_on_a_disk(tmp_path: Path) -> None:
+    for gathered, offloaded in run_ranks(train_plainly, 2, tmp_path):
+        for one, other in zip(gathered, offloaded, strict=True):
+            torch.testing.assert_close(other, one)
 
 
 def evaluate(rank: int, world_size: int, folder: Path) -> list[float]:
