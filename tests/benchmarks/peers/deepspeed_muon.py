@@ -25,10 +25,11 @@ def config_of(stage: int, rows: int) -> dict[str, Any]:
             "type": "Muon",
             "params": {
                 "muon_lr": RATE, "adam_lr": RATE, "momentum": 0.95, "ns_method": "standard",
-                "weight_decay": 0.1, "torch_adam": True,
+                "weight_decay": 0.1, "torch_adam": True, "betas": (0.9, 0.999), "eps": 1e-8,
             },
         },
         "zero_optimization": {"stage": stage, "reduce_scatter": False},
+        "gradient_clipping": 0.0,  # it clips to 1 by default, after orthogonalization
     }  # fmt: skip
 
 
