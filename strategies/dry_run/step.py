@@ -218,7 +218,7 @@ def _let_draw(module: Module) -> None:
 
 def _has_floats(value: object) -> bool:
     if isinstance(value, np.ndarray):
-        return value.dtype.kind == "f"
+        return np.issubdtype(value.dtype, np.floating)
     return (
         isinstance(value, Tensor)
         and not isinstance(value, Parameter | DTensor)

@@ -212,7 +212,8 @@ class OwnFunctionMode(TorchFunctionMode):
             is_ours = kind.__module__.partition(".")[0] in {"boltmesh", "torch"}
             if is_ours and kind is not checkpoint.CheckpointFunction:
                 return call()
-            if not any(mode is self for mode in _get_current_function_mode_stack()):
+            active: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            if not any(mode is self for mode in active):
                 return call()
             return self.call_function(f"{kind.__name__}.apply", call, (args, kwargs))
 

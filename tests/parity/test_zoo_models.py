@@ -370,8 +370,9 @@ class Spiking(VisionTransformer):
         self.layers = nn.Sequential(*(each for pair in layers for each in pair))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for neurons in list(self.layers)[1::2]:
-            neurons.potential = 0.0
+        for layer in self.layers:
+            if isinstance(layer, Neurons):
+                layer.potential = 0.0
         return (self.layers(3 * batch).mean(1) - 0.2).square().mean()
 
 
@@ -407,12 +408,12 @@ class Cell(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(0.3 * torch.randn(16, 16))
         self.decay = nn.Parameter(torch.rand(16))
-        self.params = {"weight": self.weight, "more": [self.decay]}
+        self.params: dict[str, Any] = {"weight": self.weight, "more": [self.decay]}
 
     def forward(self, x: Tensor) -> Tensor:
         state = torch.zeros_like(x[:, 0])
         for step in range(x.shape[1]):
-            update = torch.tanh(x[:, step] @ self.params["weight"])  # type: ignore[operator]
+            update = torch.tanh(x[:, step] @ self.params["weight"])
             state = state * self.params["more"][0] + update
         return x + state.unsqueeze(1)
 

@@ -175,7 +175,7 @@ class _FunctionsOnFakes(TorchFunctionMode):
         if fake is not None:
             empty = fake.new_empty(written.shape, dtype=written.dtype)
             with suppress(RuntimeError):  # another object refers to its memory
-                torch.utils.swap_tensors(written, empty)
+                torch.utils.swap_tensors(written, empty)  # type: ignore[no-untyped-call]
 
 
 def _in_half(tensor: Tensor) -> Tensor:

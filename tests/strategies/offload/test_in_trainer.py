@@ -53,7 +53,8 @@ class OneLayer(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.side = nn.Sequential(nn.Linear(FEATURES, 1)), None
+        self.net = nn.Sequential(nn.Linear(FEATURES, 1))
+        del self.side
 
     def loss(self, batch: Any, *, uses_side: bool = True) -> Tensor:
         return super().loss(batch, uses_side=False)

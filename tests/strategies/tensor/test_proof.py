@@ -94,8 +94,9 @@ def train(
 
         vars(placement)["make_plan"] = faulty
     gpt = TinyGPT(optimizer="sgd")
-    for layer in (gpt.head, *(block.attention.out for block in gpt.blocks)):
-        layer.weight.data *= scale
+    for key, parameter in gpt.named_parameters():
+        if key.endswith(("head.weight", "attention.out.weight")):
+            parameter.data *= scale
     losses, plan = fit(gpt, world_size, steps=6)
     return (losses, list(plan.sharded), plan.notes) if plan else (losses, [], ())
 
@@ -420,6 +421,7 @@ class Attentive(LightningModule):
         x = functional.one_hot(batch[0], 24).float()
         for block in self.blocks:
             x = block(x)
+            assert isinstance(block, Keeping)
             self.training_step_outputs.append(block.seen.detach())
         self.shares_right.append((x.detach().argmax(-1).numpy() == batch[1].numpy()).mean())
         return functional.mse_loss(x, functional.one_hot(batch[1], 24).float())

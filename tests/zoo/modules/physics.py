@@ -66,7 +66,11 @@ def flow() -> Any:
         layers.append(ReversePermutation(features=4))
         layers.append(MaskedAffineAutoregressiveTransform(features=4, hidden_features=16))
     net = Flow(CompositeTransform(layers), StandardNormal([4]))
-    return Trained(net, lambda net, batch: -net.log_prob(inputs=batch[0]).mean())
+
+    def likelihood(net: Any, batch: Any) -> Any:
+        return -net.log_prob(inputs=batch[0]).mean()
+
+    return Trained(net, likelihood)
 
 
 def vectors(number: int) -> Any:

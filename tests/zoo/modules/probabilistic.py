@@ -38,7 +38,7 @@ class Processes(nn.Module):
         super().__init__()
         import gpytorch
 
-        class Layer(gpytorch.models.ApproximateGP):  # type: ignore[misc, name-defined]
+        class Layer(gpytorch.models.ApproximateGP):  # type: ignore[misc]
             def __init__(self) -> None:
                 points = normal(7, 6, 4)
                 distribution = gpytorch.variational.CholeskyVariationalDistribution(6)
