@@ -380,6 +380,30 @@ class SpikingByOperator(Spiking):
     is_operator = True
 
 
+class Potential(nn.Module):
+    """A neuron whose potential is a buffer that the first batch gives its shape, as in snntorch."""
+
+    potential: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("potential", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.potential.shape != x.shape:
+            self.potential = torch.zeros_like(x)
+        self.potential = 0.5 * self.potential.detach() + x
+        return Spike.apply(self.potential)
+
+
+class Resizing(Spiking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 16), Potential(), nn.Linear(16, 16), Potential(), nn.Linear(16, 16)
+        )
+
+
 class Recurrence(nn.Module):
     """Writes its states into zeros that it has made beforehand, as xLSTM does."""
 
@@ -503,6 +527,12 @@ def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str)
     (one,) = run_ranks(train, 1, kind, "one process")
     for losses in run_ranks(train, STRATEGIES[strategy][0], kind, strategy):
         assert losses == pytest.approx(one, rel=1e-5)
+
+
+def test_a_buffer_that_a_step_gives_another_shape_is_refused() -> None:
+    text = r"buffer 'layers\.[13]\.potential', of shape \(0,\), to a value of a layer of shape"
+    with pytest.raises(RankFailure, match=text):
+        run_ranks(train, 2, Resizing, "two microbatches")
 
 
 @pytest.mark.sample("pipeline")

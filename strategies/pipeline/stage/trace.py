@@ -366,6 +366,11 @@ class StateWatch:
                 changed[f"{name}.{key}" if name else key] = now
         return changed
 
+    def shape_before(self, buffer: str) -> torch.Size:
+        """Return the shape that a buffer had, by dotted name."""
+        module, _, key = buffer.rpartition(".")
+        return self._buffers[module, key][0].shape
+
     def changed_attributes(self) -> frozenset[tuple[str, str]]:
         """Return the attributes that were replaced or whose members changed, by module and name."""
         return frozenset(

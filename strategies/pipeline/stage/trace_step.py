@@ -287,10 +287,16 @@ class _StepTracer:
                 }
                 self.trace.attributes_of_units = frozenset(self.left)
                 self.trace.turned_attributes = state.turned_attributes() - self.left.keys()
-                self.trace.changed_buffers = {
-                    name: self.between.last_change(each)
-                    for name, each in state.changed_buffers(self.between.is_written).items()
-                }
+                buffers = state.changed_buffers(self.between.is_written)
+                for name, each in buffers.items():
+                    event = self.trace.changed_buffers[name] = self.between.last_change(each)
+                    if event != NO_EVENT and (shape := state.shape_before(name)) != each.shape:
+                        raise UnsupportedError(
+                            f"The step sets the buffer {name!r}, of shape {tuple(shape)}, to a "
+                            f"value of a layer of shape {tuple(each.shape)}, and other stages of "
+                            f"the pipeline would not know that shape. Give the buffer its shape in "
+                            f"__init__, or make it a plain attribute that each step begins anew."
+                        )
         self.between.finish()
         return self.trace
 
