@@ -29,6 +29,7 @@ from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.tensors import functions_unwatched
 
 _LOSSES = ("nll_loss", "mse_loss", "smooth_l1", "huber", "binary_cross")
+_READS = ("__array__", "numpy", "tolist")
 _ENTRIES = (nn.Embedding, nn.Linear)
 
 
@@ -135,7 +136,7 @@ def find_sequences(
 
 
 def _is_loss(reason: Reason) -> bool:
-    return reason.operator.startswith((*_LOSSES, "the result of the step"))
+    return reason.operator.startswith((*_LOSSES, *_READS, "the result of the step"))
 
 
 def _is_attention(reason: Reason) -> bool:

@@ -111,6 +111,8 @@ def _exchange(group: InstrumentedParamGroup, places: Iterable[tuple[Module, str]
         now = whole if group.is_unsharded else param.sharded_param
         current.update(dict.fromkeys((id(param.sharded_param), id(whole)), now))
     for module, key in places:
+        if key not in vars(module):
+            continue
         vars(module)[key] = map_leaves(lambda each: current.get(id(each), each), vars(module)[key])
 
 

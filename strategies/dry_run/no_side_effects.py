@@ -202,7 +202,7 @@ def _add_containers(
 
 def members_of(value: Any, *, depth: int) -> Iterator[Any]:
     """Yield what an attribute holds: its value, or the members of small containers in it."""
-    if type(value) in CONTAINERS or type(value) is tuple:
+    if isinstance(value, (*CONTAINERS, tuple)):
         if depth and len(value) <= MOST_MEMBERS:
             for each in value.values() if isinstance(value, dict) else value:
                 yield from members_of(each, depth=depth - 1)

@@ -5,7 +5,8 @@ use: the loss, every gradient, outputs of repeated blocks, and what the step lea
 
 ``full_float32`` keeps torch from computing fp32 products with fewer bits: TF32, and bf16 on CPUs.
 ``converted`` and ``floats_in`` give a model and its batch another precision for such a comparison,
-and ``nudge`` moves parameters, which ``parameters_kept`` restores.
+``nudge`` moves parameters, which ``parameters_kept`` restores, and ``zeros_filled`` gives those near
+zero usual values.
 """
 
 import copy
@@ -126,7 +127,9 @@ class DryRun:
                 with patched(self.module, log=lambda name, value, *_, **__: logged.append(value)):
                     result, collected = self._call()
                 for name, each in self._new_attributes(earlier):
-                    outcome.kept.setdefault(name, []).append(torch.as_tensor(each).detach())
+                    if isinstance(each, np.ndarray):
+                        each = torch.from_numpy(each.astype(np.float64))
+                    outcome.kept.setdefault(name, []).append(each.detach())
                 outcome.values = _tensors_of([result, logged])
                 if trains and self.module.automatic_optimization:
                     loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -165,6 +168,7 @@ class DryRun:
             id(value): (f"{path}.{name}".lstrip("."), value)
             for path, module in self.module.named_modules()
             for name, attribute in vars(module).items()
+            if f"{name}_orig" not in module._parameters  # is made of it, as by torch's pruning
             for value in members_of(attribute, depth=2)
             if _has_floats(value)
         }
@@ -223,6 +227,8 @@ def _has_floats(value: object) -> bool:
         isinstance(value, Tensor)
         and not isinstance(value, Parameter | DTensor)
         and value.is_floating_point()
+        and value.layout is torch.strided
+        and not value.is_nested
     )
 
 
@@ -375,6 +381,8 @@ USUAL = 0.02
 def zeros_filled(root: Module) -> Iterator[None]:
     """Context in which trained parameters near zero have usual values, equal on all ranks.
 
+    The sign of a value that is not zero is kept.
+
     A layer of zeros, such as the last one of a diffusion model's block or of an adapter, and a
     scale of 1e-6 behind each block of ConvNeXt, hide what lies before them: in the first step all
     gradients there are zero, or too small to be compared.
@@ -388,8 +396,9 @@ def zeros_filled(root: Module) -> Iterator[None]:
     }
     try:
         for parameter, value in before.items():
-            noise = torch.empty(value.shape).normal_(0.0, USUAL, generator=generator)
-            parameter.data = noise.to(value.device, value.dtype)
+            noise = torch.empty(value.shape).normal_(0.0, USUAL, generator=generator).to(value)
+            # A learned scale is positive.
+            parameter.data = torch.where(value == 0, noise, noise.abs() * value.sign())
         yield
     finally:
         for parameter, value in before.items():

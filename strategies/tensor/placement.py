@@ -314,7 +314,7 @@ def _planned(
         if isinstance(error, AttributeError):
             text += ". Hooks of training run later: set attributes in __init__ or setup."
         else:
-            text += ". Leave tensor out if its code reads values of tensors, as tolist() does."
+            text += ". Leave tensor out if its code needs the values of tensors."
         answer = "error", text, 0
     kind, text, made_elements = broadcast_from_rank0(answer, context.world_cpu_group)
     if kind == "error":

@@ -6,7 +6,8 @@ ranks and links that will train, and the loss and every gradient have to agree. 
 next backend is tried, and the block stays whole if none is right.
 
 One block of each kind runs first, to find the backends; then all blocks, to check interactions
-between them, such as a shared cache. Blocks without values use the parameters of the first of their
+between them, such as a shared cache; at once if the step needs what a skipped block leaves on
+itself. Blocks without values use the parameters of the first of their
 kind.
 """
 
@@ -297,12 +298,20 @@ class _Proof:
 
         FTTransformer of pytorch-tabular reads the attention weights that each block keeps.
         """
+        first = _Run("one block of each kind", self.stage.passed)
+        failure: _NotRunError | None = None
         try:
-            self._run_whole(_Run("one block of each kind", self.stage.passed))
-        except _NotRunError:
-            if not self.stage.passed or not self._fits():
+            self._run_whole(first)
+        except _NotRunError as error:
+            if not self.stage.passed:
                 raise
-            self._run_whole(_ALL_BLOCKS)
+            failure = error.with_traceback(None)
+            failure.__cause__ = None  # its frames hold what the failed run has computed
+        if failure is None:
+            return
+        if not self._fits():
+            raise failure
+        self._run_whole(_ALL_BLOCKS)
 
     def _run_whole(self, run: _Run) -> None:
         """Run the whole model; raise its error on all ranks with the first rank's reason."""

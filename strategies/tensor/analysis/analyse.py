@@ -14,7 +14,7 @@ from torch.nn import Module, MultiheadAttention, Parameter
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from boltmesh.strategies.dry_run.no_side_effects import name_of, writes_to_first
+from boltmesh.strategies.dry_run.no_side_effects import members_of, name_of, writes_to_first
 from boltmesh.strategies.tensor.analysis import arithmetic_rules, movement_rules
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
 from boltmesh.strategies.tensor.analysis.trace import (
@@ -56,6 +56,12 @@ _READ_NUMBER = "aten._local_scalar_dense.default"
 _MOST_NUMBERS = 1_000
 """Limit of numbers that a step may read from fake tensors. A solver that iterates until its error
 is small (of a neural ODE) always gets the same number."""
+
+
+def refuse_endless(num_reads: int) -> None:
+    """Raise an error if a step has read too many numbers from fake tensors."""
+    if num_reads > _MOST_NUMBERS:
+        raise RuntimeError(f"it read {_MOST_NUMBERS:,} numbers of tensors and did not end")
 
 
 class AnalysisMode(DispatchMode):
@@ -105,9 +111,7 @@ class AnalysisMode(DispatchMode):
             return func(*args, **kwargs)
         except NEEDS_DATA:
             self.trace.guessed[str(func)] += 1
-            if self.trace.guessed[_READ_NUMBER] > _MOST_NUMBERS:
-                text = f"it read {_MOST_NUMBERS:,} numbers of tensors and did not end"
-                raise RuntimeError(text) from None
+            refuse_endless(self.trace.guessed[_READ_NUMBER])
             given, named = tree_map_only(Tensor, self._guessed, (args, kwargs))
             return func(*given, **named)
 
@@ -147,7 +151,8 @@ class _FunctionsOnFakes(TorchFunctionMode):
     """Lets code read fake tensors as arrays or lists, and write them into tensors with values.
 
     Metrics of scikit-learn read arrays. States of recurrent networks are often written into a
-    tensor of zeros (``states[:, step] = state``), which has no values from then on.
+    tensor of zeros (``states[:, step] = state``), which has no values from then on. Writes through
+    a view that the code has kept are not followed.
     """
 
     def __init__(self, trace: DimTrace, persistent: set[int], guess: int) -> None:
@@ -159,10 +164,11 @@ class _FunctionsOnFakes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _ARRAYS and is_fake(args[0]):
-            read = args[0]
-            self.trace.guessed[f"Tensor.{func.__name__}"] += 1
+            read, name = args[0], f"Tensor.{func.__name__}"
+            self.trace.guessed[name] += 1
+            refuse_endless(self.trace.guessed[name])
             self.trace.keep_whole(read, func.__name__)
-            args = torch.full(read.shape, self.guess, dtype=read.dtype), *args[1:]
+            args = torch.full((), self.guess, dtype=read.dtype).expand(read.shape), *args[1:]
         elif args and writes_to_first(name_of(func)):
             self._lose_values(args[0], (args[1:], kwargs))
         return func(*args, **(kwargs or {}))
@@ -317,7 +323,7 @@ def analyse(
                 result = each(module)
             for value in tree_leaves(result):
                 if isinstance(value, Tensor):
-                    trace.keep_whole(value, "the result of the step")
+                    trace.keep_whole(value, "the result of the step")  # or kept in an attribute
         trace.forget_labels()
     facts = {
         first: ParameterFacts(
@@ -360,7 +366,10 @@ def _integers(module: Module) -> dict[str, int]:
 def _stand_ins(
     module: Module, trace: DimTrace, names: list[str], dtype: torch.dtype | None
 ) -> Iterator[set[int]]:
-    """Replace parameters by fake ones and buffers by copies; yield the ids of both."""
+    """Replace parameters by fake ones and buffers by copies.
+
+    Yields the ids of both, and of the other tensors in attributes of modules.
+    """
     mode = fake_tensors()
     swapped: dict[str, Tensor] = {}
     for name in names:
@@ -368,8 +377,15 @@ def _stand_ins(
         trace.set(swapped[name], trace.parameters[name], name)
     for name, buffer in module.named_buffers():
         swapped[name] = _without_data(buffer, mode) if buffer.is_meta else buffer.clone()
+    others = (
+        each
+        for owner in module.modules()
+        for attribute in vars(owner).values()
+        for each in members_of(attribute, depth=2)
+        if isinstance(each, Tensor)
+    )
     with swapped_state(module, swapped):
-        yield {id(each) for each in swapped.values()}
+        yield {id(each) for each in (*swapped.values(), *others)}
 
 
 def _without_data(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:

@@ -416,6 +416,7 @@ class Attentive(LightningModule):
         self.blocks = nn.ModuleList(Keeping(keeps_hidden) for _ in range(3))
         self.training_step_outputs: list[Tensor] = []
         self.shares_right: list[float] = []
+        self.workspace = torch.zeros(4, 6, 24)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = functional.one_hot(batch[0], 24).float()
@@ -423,6 +424,7 @@ class Attentive(LightningModule):
             x = block(x)
             assert isinstance(block, Keeping)
             self.training_step_outputs.append(block.seen.detach())
+        self.workspace[:] = x.detach()
         self.shares_right.append((x.detach().argmax(-1).numpy() == batch[1].numpy()).mean())
         return functional.mse_loss(x, functional.one_hot(batch[1], 24).float())
 
@@ -454,6 +456,7 @@ def train_attentive(
         )
     losses, plan = fit(module, world_size)
     kept = [each.mean().item() for each in module.training_step_outputs] + module.shares_right
+    kept.append(module.workspace.mean().item())
     return losses, kept, *((list(plan.sharded), plan.notes) if plan else ([], ()))
 
 
