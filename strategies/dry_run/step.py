@@ -5,8 +5,8 @@ use: the loss, every gradient, outputs of repeated blocks, and what the step lea
 
 ``full_float32`` keeps torch from computing fp32 products with fewer bits: TF32, and bf16 on CPUs.
 ``converted`` and ``floats_in`` give a model and its batch another precision for such a comparison,
-``nudge`` moves parameters, which ``parameters_kept`` restores, and ``zeros_filled`` gives those near
-zero usual values.
+``nudge`` moves parameters, which ``parameters_kept`` restores, and ``zeros_filled`` gives those
+near zero usual values.
 """
 
 import copy
@@ -127,9 +127,9 @@ class DryRun:
                 with patched(self.module, log=lambda name, value, *_, **__: logged.append(value)):
                     result, collected = self._call()
                 for name, each in self._new_attributes(earlier):
-                    if isinstance(each, np.ndarray):
-                        each = torch.from_numpy(each.astype(np.float64))
-                    outcome.kept.setdefault(name, []).append(each.detach())
+                    is_array = isinstance(each, np.ndarray)
+                    value = torch.from_numpy(each.astype(np.float64)) if is_array else each.detach()
+                    outcome.kept.setdefault(name, []).append(value)
                 outcome.values = _tensors_of([result, logged])
                 if trains and self.module.automatic_optimization:
                     loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -168,7 +168,7 @@ class DryRun:
             id(value): (f"{path}.{name}".lstrip("."), value)
             for path, module in self.module.named_modules()
             for name, attribute in vars(module).items()
-            if f"{name}_orig" not in module._parameters  # is made of it, as by torch's pruning
+            if not hasattr(module, f"{name}_orig")  # of which it is made, as by torch's pruning
             for value in members_of(attribute, depth=2)
             if _has_floats(value)
         }

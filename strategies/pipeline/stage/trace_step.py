@@ -295,7 +295,7 @@ class _StepTracer:
                             f"The step sets the buffer {name!r}, of shape {tuple(shape)}, to a "
                             f"value of a layer of shape {tuple(each.shape)}, and other stages of "
                             f"the pipeline would not know that shape. Give the buffer its shape in "
-                            f"__init__, or make it a plain attribute that each step begins anew."
+                            f"__init__, or make it a plain attribute that each step sets first."
                         )
         self.between.finish()
         return self.trace
