@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.zoo.entry import ROWS, Entry, Trained, normal
 
-IMPORTS = ["torchphysics", "pina.model", "nflows", "torchsde", "tabm", "st_moe_pytorch"]
+IMPORTS = ["torchphysics", "pina.model", "nflows", "tabm", "st_moe_pytorch"]
 
 
 def points(number: int) -> Any:
