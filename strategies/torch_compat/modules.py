@@ -11,6 +11,8 @@ from torch.nn import Module, MultiheadAttention, Parameter
 from torch.nn.utils.stateless import _reparametrize_module
 from typing_extensions import override
 
+from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map_only
+
 
 def buffers_of(module: Module) -> list[Tensor]:
     """Return ``module.buffers()`` in another order, the same for equal models.
@@ -69,7 +71,8 @@ def swapped_state(module: Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     """Context in which a module has other parameters and buffers, by dotted name; ties are kept.
 
     A module that has two names is changed once. torch's own search for ties would change it under
-    each name, and restore the tensor of the first change at the end.
+    each name, and restore the tensor of the first change at the end. Tensors that a module also
+    holds in a plain list or dictionary are replaced there too (cells of ncps compute with those).
     """
     new = {_held(module, name): value for name, value in tensors.items()}
     swapped = {
@@ -79,8 +82,31 @@ def swapped_state(module: Module, tensors: dict[str, Tensor]) -> Iterator[None]:
         for key, old in held.items()
         if old is not None and old in new
     }
-    with _reparametrize_module(module, swapped), parameters_in_place(module):
-        yield
+    places = [
+        (vars(owner), key, value)
+        for owner in module.modules()
+        for key, value in vars(owner).items()
+        if type(value) in {list, tuple, dict} and key not in _REGISTERED
+        if len(value) <= MOST_HELD and any(_is_in(new, each) for each in tree_leaves(value))
+    ]
+    try:
+        for attributes, key, value in places:
+            attributes[key] = tree_map_only(Tensor, lambda each: new.get(each, each), value)
+        with _reparametrize_module(module, swapped), parameters_in_place(module):
+            yield
+    finally:
+        for attributes, key, value in places:
+            attributes[key] = value
+
+
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
+
+MOST_HELD = 256
+"""Longer lists are data of the user's, and are not searched for parameters."""
+
+
+def _is_in(tensors: dict[Tensor, Tensor], value: object) -> bool:
+    return isinstance(value, Tensor) and value in tensors
 
 
 @contextmanager
