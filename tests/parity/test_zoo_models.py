@@ -343,7 +343,7 @@ LIBRARY.impl("spikes", spikes, "CompositeImplicitAutograd")
 
 
 class Neurons(nn.Module):
-    """Neurons without parameters, whose potentials are begun anew in each step."""
+    """Neurons without parameters, whose potentials begin at zero in each step."""
 
     def __init__(self, *, is_operator: bool) -> None:
         super().__init__()
