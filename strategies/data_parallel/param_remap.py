@@ -22,6 +22,7 @@ from boltmesh.strategies.deferred_initialization.recording import map_leaves, te
 from boltmesh.strategies.torch_compat.autograd import move_gradient_hooks
 from boltmesh.strategies.torch_compat.fsdp import unsharded_parameter
 from boltmesh.strategies.torch_compat.fsdp_hooks import InstrumentedParamGroup, instrument
+from boltmesh.strategies.torch_compat.modules import holders_of
 
 
 class ParamRemap:
@@ -54,14 +55,9 @@ class ParamRemap:
 
     def take_places(self, root: Module) -> None:
         """Replace parameters in plain containers of modules, beside the registered ones."""
-        for module in root.modules():
-            for key, value in list(vars(module).items()):
-                is_registered = key in {"_parameters", "_buffers", "_modules"}
-                if is_registered or type(value) not in {list, tuple, dict}:
-                    continue
-                if any(tensor in self._of for tensor in tensors_of(value)):
-                    vars(module)[key] = map_leaves(self._successor, value)
-                    self._places.append((module, key))
+        self._places = holders_of(root, self._of)
+        for module, key in self._places:
+            vars(module)[key] = map_leaves(self._successor, vars(module)[key])
 
     def follow_gathers(self, units: Iterable[FSDPModule]) -> None:
         """Put gathered parameters into plain containers while modules have them (ncps does so)."""

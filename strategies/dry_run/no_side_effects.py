@@ -200,14 +200,11 @@ def _add_containers(
             _add_containers(members, containers, depth=depth - 1)
 
 
-def members_of(value: Any, *, depth: int) -> Iterator[Any]:
-    """Yield what an attribute holds: its value, or the members of small containers in it."""
-    if isinstance(value, (*CONTAINERS, tuple)):
-        if depth and len(value) <= MOST_MEMBERS:
-            for each in value.values() if isinstance(value, dict) else value:
-                yield from members_of(each, depth=depth - 1)
-    else:
-        yield value
+def leaves_of(attribute: Any) -> list[Any]:
+    """Return what an attribute holds, nested too; nothing of a large container, which is data."""
+    if isinstance(attribute, (*CONTAINERS, tuple)) and len(attribute) > MOST_MEMBERS:
+        return []
+    return tree_leaves(attribute)
 
 
 def holds(container: Any, members: Any) -> bool:

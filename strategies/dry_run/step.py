@@ -31,7 +31,7 @@ from boltmesh.strategies.dry_run.fake_optimizers import (
 )
 from boltmesh.strategies.dry_run.no_side_effects import (
     ParametersUnchanged,
-    members_of,
+    leaves_of,
     untraced,
 )
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
@@ -169,7 +169,7 @@ class DryRun:
             for path, module in self.module.named_modules()
             for name, attribute in vars(module).items()
             if not hasattr(module, f"{name}_orig")  # of which it is made, as by torch's pruning
-            for value in members_of(attribute, depth=2)
+            for value in leaves_of(attribute)
             if _has_floats(value)
         }
 

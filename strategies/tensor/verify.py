@@ -7,8 +7,7 @@ next backend is tried, and the block stays whole if none is right.
 
 One block of each kind runs first, to find the backends; then all blocks, to check interactions
 between them, such as a shared cache; at once if the step needs what a skipped block leaves on
-itself. Blocks without values use the parameters of the first of their
-kind.
+itself. Blocks without values use the parameters of the first of their kind.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """Private state of modules: parameters, buffers and hooks."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,13 +82,7 @@ def swapped_state(module: Module, tensors: dict[str, Tensor]) -> Iterator[None]:
         for key, old in held.items()
         if old is not None and old in new
     }
-    places = [
-        (vars(owner), key, value)
-        for owner in module.modules()
-        for key, value in vars(owner).items()
-        if type(value) in {list, tuple, dict} and key not in _REGISTERED
-        if len(value) <= MOST_HELD and any(_is_in(new, each) for each in tree_leaves(value))
-    ]
+    places = [(vars(owner), key, vars(owner)[key]) for owner, key in holders_of(module, new.keys())]
     try:
         for attributes, key, value in places:
             attributes[key] = tree_map_only(Tensor, lambda each: new.get(each, each), value)
@@ -99,14 +93,26 @@ def swapped_state(module: Module, tensors: dict[str, Tensor]) -> Iterator[None]:
             attributes[key] = value
 
 
-_REGISTERED = {"_parameters", "_buffers", "_modules"}
-
-MOST_HELD = 256
+MOST_HELD = 4096
 """Longer lists are data of the user's, and are not searched for parameters."""
 
 
-def _is_in(tensors: dict[Tensor, Tensor], value: object) -> bool:
-    return isinstance(value, Tensor) and value in tensors
+def holders_of(root: Module, tensors: Container[object]) -> list[tuple[Module, str]]:
+    """Return where modules hold some tensors beside the registered ones: module and attribute.
+
+    Searched are plain lists, tuples and dictionaries, nested ones too.
+    """
+    return [
+        (module, key)
+        for module in root.modules()
+        for key, value in vars(module).items()
+        if type(value) in {list, tuple, dict} and key not in _REGISTERED
+        if len(value) <= MOST_HELD
+        if any(isinstance(each, Tensor) and each in tensors for each in tree_leaves(value))
+    ]
+
+
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
 @contextmanager

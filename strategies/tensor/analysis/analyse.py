@@ -14,7 +14,7 @@ from torch.nn import Module, MultiheadAttention, Parameter
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from boltmesh.strategies.dry_run.no_side_effects import members_of, name_of, writes_to_first
+from boltmesh.strategies.dry_run.no_side_effects import leaves_of, name_of, writes_to_first
 from boltmesh.strategies.tensor.analysis import arithmetic_rules, movement_rules
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
 from boltmesh.strategies.tensor.analysis.trace import (
@@ -58,7 +58,7 @@ _MOST_NUMBERS = 1_000
 is small (of a neural ODE) always gets the same number."""
 
 
-def refuse_endless(num_reads: int) -> None:
+def _refuse_endless(num_reads: int) -> None:
     """Raise an error if a step has read too many numbers from fake tensors."""
     if num_reads > _MOST_NUMBERS:
         raise RuntimeError(f"it read {_MOST_NUMBERS:,} numbers of tensors and did not end")
@@ -111,7 +111,7 @@ class AnalysisMode(DispatchMode):
             return func(*args, **kwargs)
         except NEEDS_DATA:
             self.trace.guessed[str(func)] += 1
-            refuse_endless(self.trace.guessed[_READ_NUMBER])
+            _refuse_endless(self.trace.guessed[_READ_NUMBER])
             given, named = tree_map_only(Tensor, self._guessed, (args, kwargs))
             return func(*given, **named)
 
@@ -166,7 +166,7 @@ class _FunctionsOnFakes(TorchFunctionMode):
         if func in _ARRAYS and is_fake(args[0]):
             read, name = args[0], f"Tensor.{func.__name__}"
             self.trace.guessed[name] += 1
-            refuse_endless(self.trace.guessed[name])
+            _refuse_endless(self.trace.guessed[name])
             self.trace.keep_whole(read, func.__name__)
             args = torch.full((), self.guess, dtype=read.dtype).expand(read.shape), *args[1:]
         elif args and writes_to_first(name_of(func)):
@@ -323,7 +323,7 @@ def analyse(
                 result = each(module)
             for value in tree_leaves(result):
                 if isinstance(value, Tensor):
-                    trace.keep_whole(value, "the result of the step")  # or kept in an attribute
+                    trace.keep_whole(value, "the result of the step, or what it sets on a module")
         trace.forget_labels()
     facts = {
         first: ParameterFacts(
@@ -381,7 +381,7 @@ def _stand_ins(
         each
         for owner in module.modules()
         for attribute in vars(owner).values()
-        for each in members_of(attribute, depth=2)
+        for each in leaves_of(attribute)
         if isinstance(each, Tensor)
     )
     with swapped_state(module, swapped):

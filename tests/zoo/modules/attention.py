@@ -1,4 +1,4 @@
-"""Attention in other forms: Perceiver, Conformer, local windows, Performer, Nystrom."""
+"""Attention: Perceiver, Conformer, local windows, Performer, Nystrom; experts of st_moe_pytorch."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from tests.zoo.entry import ROWS, Entry, Trained, integers, normal
 
-IMPORTS = ["perceiver_pytorch", "conformer", "local_attention"]
+IMPORTS = ["perceiver_pytorch", "conformer", "local_attention", "st_moe_pytorch"]
 
 WORDS, TOKENS = 12, 16
 
@@ -123,6 +123,41 @@ def linear_attention() -> Any:
     return Trained(net, predicts)
 
 
+class Switched(nn.Module):
+    """Blocks of experts, each with losses of its router beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from st_moe_pytorch import MoE, SparseMoEBlock
+
+        self.blocks = nn.ModuleList(
+            SparseMoEBlock(
+                MoE(dim=8, num_experts=4, threshold_train=0.0, is_distributed=False),
+                add_ff_before=True,
+            )
+            for _ in range(4)
+        )
+
+    def forward(self, values: Tensor) -> Any:
+        extra: Any = 0.0
+        for block in self.blocks:
+            values, more, *_ = block(values)
+            extra = extra + more
+        return values, extra
+
+
+def switched() -> Any:
+    def loss(net: Any, batch: Any) -> Any:
+        values, extra = net(batch[0])
+        return (values - batch[1]).square().mean() + extra
+
+    return Trained(Switched(), loss)
+
+
+def rows(number: int) -> Any:
+    return normal(number, ROWS, 6, 8), normal(number + 1, ROWS, 6, 8)
+
+
 ENTRIES = [
     Entry("perceiver-pytorch Perceiver", perceiver, values),
     Entry("perceiver-pytorch PerceiverIO", perceiver_io, values),
@@ -131,4 +166,5 @@ ENTRIES = [
     Entry("performer-pytorch PerformerLM", performer, tokens),
     Entry("nystrom-attention Nystromformer", nystrom, values),
     Entry("linear-attention-transformer LM", linear_attention, tokens),
+    Entry("st_moe_pytorch SparseMoEBlock", switched, rows, microbatches=1, is_shared_batch=True),
 ]

@@ -1,4 +1,4 @@
-"""Probabilistic models: pythae, gpytorch, torchcfm, FrEIA, and Moirai of uni2ts."""
+"""Probabilistic models: pythae, gpytorch, torchcfm, nflows, FrEIA, and Moirai of uni2ts."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from tests.zoo.entry import ROWS, Entry, Trained, integers, normal
 
-IMPORTS = ["pythae.models", "gpytorch", "torchcfm.models.unet", "FrEIA.framework", "uni2ts"]
+IMPORTS = ["pythae.models", "gpytorch", "torchcfm.models.unet", "FrEIA.framework", "nflows",
+           "uni2ts"]  # fmt: skip
 
 
 def images(number: int) -> Any:
@@ -91,6 +92,27 @@ def paths(number: int) -> Any:
     return time, normal(number + 1, ROWS, 1, 8, 8), normal(number + 2, ROWS, 1, 8, 8)
 
 
+def flow() -> Any:
+    from nflows.distributions import StandardNormal
+    from nflows.flows import Flow
+    from nflows.transforms import (
+        CompositeTransform,
+        MaskedAffineAutoregressiveTransform,
+        ReversePermutation,
+    )
+
+    layers = []
+    for _ in range(4):
+        layers.append(ReversePermutation(features=4))
+        layers.append(MaskedAffineAutoregressiveTransform(features=4, hidden_features=16))
+    net = Flow(CompositeTransform(layers), StandardNormal([4]))
+
+    def likelihood(net: Any, batch: Any) -> Any:
+        return -net.log_prob(inputs=batch[0]).mean()
+
+    return Trained(net, likelihood)
+
+
 def invertible() -> Any:
     import FrEIA.framework as frames
     import FrEIA.modules as parts
@@ -144,6 +166,7 @@ ENTRIES = [
     Entry("pythae RAE_L2", rae, images),
     Entry("gpytorch VariationalELBO", processes, measured, microbatches=1, draws=True),
     Entry("torchcfm UNetModel", matching, paths),
+    Entry("nflows MaskedAffineAutoregressive", flow, lambda number: (normal(number, ROWS, 4),)),
     Entry("FrEIA AllInOneBlock", invertible, lambda number: (normal(number, ROWS, 4),)),
     Entry("uni2ts MoiraiPretrain", moirai, series),
 ]

@@ -1,4 +1,4 @@
-"""Recurrent networks: xLSTM, minGRU, liquid networks of ncps, KAN, spikingjelly."""
+"""Recurrent networks: xLSTM, minGRU, liquid networks of ncps, spikingjelly."""
 
 from typing import Any
 
@@ -6,19 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.zoo.entry import ROWS, Entry, Trained, integers, normal
+from tests.zoo.modules.sequences import TOKENS, WORDS, predicts, tokens
 
 IMPORTS = ["xlstm", "minGRU_pytorch", "ncps.torch", "spikingjelly.activation_based"]
-
-WORDS, TOKENS = 16, 8
-
-
-def tokens(number: int) -> Any:
-    return integers(number, WORDS, ROWS, TOKENS)
-
-
-def predicts(net: Any, batch: Tensor) -> Any:
-    logits = net(batch[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 def xlstm(slstm_at: list[int]) -> Any:

@@ -1,4 +1,4 @@
-"""Models of tables: TabNet, TabTransformer, FTTransformer, numbers as periodic embeddings."""
+"""Models of tables: TabNet, TabTransformer, FTTransformer, TabM, numbers as periodic embeddings."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from tests.zoo.entry import Entry, Trained, integers, normal
 
-IMPORTS = ["pytorch_tabnet", "tab_transformer_pytorch", "rtdl_num_embeddings"]
+IMPORTS = ["pytorch_tabnet", "tab_transformer_pytorch", "rtdl_num_embeddings", "tabm"]
 
 ROWS = 4
 CATEGORIES = (4, 3, 5)
@@ -81,6 +81,21 @@ def periodic() -> Any:
     return Trained(Net(), loss)
 
 
+def tabm() -> Any:
+    from tabm import TabM
+
+    net = TabM.make(n_num_features=4, d_out=1, n_blocks=4, d_block=16, k=4, dropout=0.0)
+
+    def loss(net: Any, batch: Any) -> Any:
+        return (net(batch[0]) - batch[1].unsqueeze(1)).square().mean()
+
+    return Trained(net, loss)
+
+
+def vectors(number: int) -> Any:
+    return normal(number, ROWS, 4), normal(number + 1, ROWS, 1)
+
+
 ENTRIES = [
     Entry(
         "pytorch-tabnet TabNet",
@@ -92,5 +107,6 @@ ENTRIES = [
     ),
     Entry("tab-transformer-pytorch TabTransformer", tab_transformer, mixed, has_unused=True),
     Entry("tab-transformer-pytorch FTTransformer", ft_transformer, mixed),
+    Entry("tabm TabM", tabm, vectors),
     Entry("rtdl-num-embeddings PeriodicEmbeddings", periodic, numbers),
 ]
