@@ -67,7 +67,7 @@ class AllToAllParams(PlainInStep):
         cut: Callable[[Parameter], Parameter],
     ) -> None:
         super().__init__(owned.replicas, num_batches)
-        self._fetched, self._cut = fetched, cut
+        self.fetched, self._cut = fetched, cut
         self.group: ProcessGroup = owned.group
         self._is_out = False
 
@@ -143,20 +143,20 @@ class AllToAllParams(PlainInStep):
         if self._is_out and not torch.is_grad_enabled():
             return
         self.use_dtensors()
-        self._fetched.called.clear()
+        self.fetched.called.clear()
         parameters = self.parameters
         anchor, *parts = _ShardsToOwners.apply(self, *parameters)  # type: ignore[no-untyped-call]
         plain = dict(zip(self.mine(range(len(parameters))), parts, strict=True))
         put = {p: plain[n] if n in plain else self._plain_of(p) for n, p in enumerate(parameters)}
         for owner, key, parameter in self.places:
             set_parameter(owner, key, InStepParameter.of(put[parameter], parameter))
-        self._fetched.anchors = [anchor] if anchor.requires_grad else []
+        self.fetched.anchors = [anchor] if anchor.requires_grad else []
         self._is_out = True
 
     @override
     def use_dtensors(self) -> None:
         super().use_dtensors()
-        self._fetched.anchors = ()
+        self.fetched.anchors = ()
         self._is_out = False
 
     def by_type(self, places: Iterable[int]) -> list[list[int]]:
@@ -215,20 +215,20 @@ class AllToAllParams(PlainInStep):
 class OwnedModulesParams(AllToAllParams):
     """The parameters of one list of experts: a rank computes with those of its modules."""
 
-    _fetched: OwnedModules
+    fetched: OwnedModules
 
     @override
     def _now(self) -> list[Parameter]:
-        return [p for each in self._fetched.modules for p in each.parameters()]
+        return [p for each in self.fetched.modules for p in each.parameters()]
 
     @cached_property
     def _numbers(self) -> list[int]:
         """The number of its module for each parameter."""
-        return [n for n, each in enumerate(self._fetched.modules) for _ in each.parameters()]
+        return [n for n, each in enumerate(self.fetched.modules) for _ in each.parameters()]
 
     @override
     def width(self, place: int, rank: int) -> int:
-        num_local = len(self._fetched.modules) // self.group.size()
+        num_local = len(self.fetched.modules) // self.group.size()
         if self._numbers[place] // num_local != rank:
             return 0
         return math.prod(self.parameters[place].shape[1:])
@@ -247,17 +247,17 @@ class OwnedModulesParams(AllToAllParams):
 
     @override
     def was_called(self, place: int) -> bool:
-        return self._numbers[place] in self._fetched.called
+        return self._numbers[place] in self.fetched.called
 
 
 class OwnedColumnsParams(AllToAllParams):
     """Parameters whose columns alternate between experts: a rank computes with its experts'."""
 
-    _fetched: OwnedColumns
+    fetched: OwnedColumns
 
     @override
     def _now(self) -> list[Parameter]:
-        return [getattr(owner, name) for owner, name in self._fetched.places]
+        return [getattr(owner, name) for owner, name in self.fetched.places]
 
     @override
     def width(self, place: int, rank: int) -> int:
@@ -265,11 +265,11 @@ class OwnedColumnsParams(AllToAllParams):
 
     @override
     def columns(self, rows: Tensor, place: int, rank: int) -> Tensor:
-        return self._fetched.part(rows, rank, self.group.size())
+        return self.fetched.part(rows, rank, self.group.size())
 
     @override
     def joined(self, columns: Sequence[Tensor], place: int) -> Tensor:
-        num_local = self._fetched.num_experts // self.group.size()
+        num_local = self.fetched.num_experts // self.group.size()
         width = self.width(place, 0)
         parts = [each.view(-1, width // num_local, num_local) for each in columns]
         return torch.cat(parts, -1)

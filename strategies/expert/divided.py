@@ -78,16 +78,16 @@ class DividedExperts:
         self.on_rows: OnRows = _called
         """Calls a function with this rank's rows, if tensors also represent those of others."""
         self._before = vars(module).get("forward")
-        self._forward = unwrapped(module.forward)
+        self.module_forward = unwrapped(module.forward)
         self._around = around
         given = arguments(call.args, call.kwargs)
         rows: Tensor = given[experts.slots["rows"]] if call.rows is None else call.rows
-        self._rows_type = rows.dtype
+        self.rows_dtype = rows.dtype
         self._is_stacked = rows.ndim > 2
         output: Tensor = call.output if call.results is None else call.results
-        self._output_type = None if output.dtype == rows.dtype else output.dtype
+        self.output_dtype = None if output.dtype == rows.dtype else output.dtype
         weights = given.get(experts.slots.get("weights", ""))
-        self._weights_type = rows.dtype if weights is None else weights.dtype
+        self.weights_dtype = rows.dtype if weights is None else weights.dtype
         self.shape = ExchangeShape.of(experts, call)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self.owned: OwnedModules | OwnedColumns | None = None
@@ -112,7 +112,7 @@ class DividedExperts:
     def take_off(self) -> None:
         """Undo ``put_on``."""
         if self.on_rows is not _called:
-            self._put(by_rows(self.on_rows, self._forward))
+            self._put(by_rows(self.on_rows, self.module_forward))
         elif self._before is None:
             vars(self.module).pop("forward", None)
         else:
@@ -134,7 +134,7 @@ class DividedExperts:
 
     def whole_shapes(self) -> AbstractContextManager[None]:
         """Return a context in which divided parameters have their whole shape, and no data."""
-        device, stand_ins = self._device, {}
+        device, stand_ins = self.device, {}
         for name, each in self.module.named_parameters():
             shape = self._shapes[name]
             if isinstance(each, DTensor) or each.shape != shape:
@@ -159,16 +159,16 @@ class DividedExperts:
         return whole.tensor_split(group.size())[group.rank()]
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         """Device of this rank; experts of other ranks have no values here."""
         return next(each.device for each in self.module.parameters() if not each.is_meta)
 
     def attend(self) -> None:
         """Run this rank's experts for the rows of others, without own ones. Collective."""
-        device = self._device
-        rows = torch.empty((0, self.shape.width), dtype=self._rows_type, device=device)
+        device = self.device
+        rows = torch.empty((0, self.shape.width), dtype=self.rows_dtype, device=device)
         chosen = torch.empty((0, 1), dtype=torch.long, device=device)
-        weights = torch.empty((0, 1), dtype=self._weights_type, device=device)
+        weights = torch.empty((0, 1), dtype=self.weights_dtype, device=device)
         self._note_exchange()
         with torch.no_grad(), self._around():
             self.exchange.run(rows, chosen, weights, partial(self.compute, (), {}))
@@ -182,7 +182,7 @@ class DividedExperts:
         given, slots = arguments(args, kwargs), self.experts.slots
         rows: Tensor = given[slots["rows"]]
         flat = rows.reshape(-1, rows.shape[-1])
-        self._rows_type = rows.dtype
+        self.rows_dtype = rows.dtype
         if self.experts.kind in {"sorted", "batched"}:
             sizes = torch.tensor(self._sizes(given, flat), device=rows.device)
             numbers = torch.arange(len(sizes), device=rows.device)
@@ -191,7 +191,7 @@ class DividedExperts:
         else:
             chosen = given[slots["experts"]].flatten(0, -2)
             weights = self._weights(given, chosen, flat)
-        self._weights_type = weights.dtype
+        self.weights_dtype = weights.dtype
         result = self.run(flat, chosen.long(), weights, partial(self.compute, args, kwargs))
         return result.reshape(*rows.shape[:-1], self.shape.output_width)
 
@@ -317,13 +317,13 @@ class DividedExperts:
             Shape ``(N, output width)``.
         """
         shape = rows.shape[0], self.shape.output_width
-        result = rows.new_zeros(shape, dtype=self._output_type or rows.dtype)
+        result = rows.new_zeros(shape, dtype=self.output_dtype or rows.dtype)
         return with_unused(result, self.module.parameters())
 
     def _call(self, given: Mapping[Slot, Any]) -> Tensor:
         positions = sorted(slot for slot in given if isinstance(slot, int))
         with _taken_apart(self.module, self.exchange.num_local), parameters_in_place(self.module):
-            result: Tensor = self._forward(
+            result: Tensor = self.module_forward(
                 *(given[each] for each in positions),
                 **{slot: value for slot, value in given.items() if isinstance(slot, str)},
             )

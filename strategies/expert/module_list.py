@@ -101,12 +101,12 @@ class DividedList(DividedExperts):
         noted = _Pass([])
         with (
             patched(self, _pass=noted),
-            random_state_unchanged(self._device),
+            random_state_unchanged(self.device),
             modules_unchanged(self._around_experts),
             results_unwatched(self.module.modules()),
         ):
             copies = tree_map(_copy, (args, kwargs))
-            self._forward(*copies[0], **copies[1])
+            self.module_forward(*copies[0], **copies[1])
         results = self._exchanged(noted.calls)
         parts = results.split_with_sizes([rows[..., 0].numel() for _, rows in noted.calls])
         answers = [
@@ -115,7 +115,7 @@ class DividedList(DividedExperts):
         ]
         answering = _Pass(noted.calls, answers)
         with patched(self, _pass=answering):
-            output = self._forward(*args, **kwargs)
+            output = self.module_forward(*args, **kwargs)
         if answering.place != len(answers):
             raise self._differs()
         return _connected(output, results)
@@ -140,7 +140,7 @@ class DividedList(DividedExperts):
             now.calls.append((number, rows))
             if not rows.numel():
                 self.owned.called.add(number)
-            width, kind = self.shape.output_width, self._output_type or rows.dtype
+            width, kind = self.shape.output_width, self.output_dtype or rows.dtype
             return rows.new_zeros((*rows.shape[:-1], width), dtype=kind)
         if now.place >= len(now.calls):
             raise self._differs()
@@ -158,10 +158,10 @@ class DividedList(DividedExperts):
 
     def _exchanged(self, calls: list[tuple[int, Tensor]]) -> Tensor:
         """Return the results of all calls, concatenated along rows. Collective."""
-        device = self._device
+        device = self.device
         flat = [rows.reshape(-1, rows.shape[-1]) for _, rows in calls]
         if not flat:
-            flat = [torch.empty((0, self.shape.width), dtype=self._rows_type, device=device)]
+            flat = [torch.empty((0, self.shape.width), dtype=self.rows_dtype, device=device)]
         rows = torch.cat(flat)
         sizes = torch.tensor([each.shape[0] for each in flat], device=device)
         numbers = torch.tensor([number for number, _ in calls] or [0], device=device)
@@ -169,7 +169,7 @@ class DividedList(DividedExperts):
         if torch.is_grad_enabled():
             # Also if no row needs a gradient here: rows of other ranks may.
             rows = with_unused(rows, [torch.zeros((), device=device, requires_grad=True)])
-        weights = torch.ones(chosen.shape, dtype=self._weights_type, device=device)
+        weights = torch.ones(chosen.shape, dtype=self.weights_dtype, device=device)
         return self.run(rows, chosen, weights, partial(self.compute, (), {}))
 
     @override
@@ -198,7 +198,7 @@ class DividedList(DividedExperts):
     @override
     def empty(self, rows: Tensor) -> Tensor:
         shape = rows.shape[0], self.shape.output_width
-        result = rows.new_zeros(shape, dtype=self._output_type or rows.dtype)
+        result = rows.new_zeros(shape, dtype=self.output_dtype or rows.dtype)
         return with_unused(result, self.owned.anchors)
 
 

@@ -27,7 +27,7 @@ class _MemoryStore(StateStore):
     """State that is stepped where it is stored: ``acquire`` and ``release`` cost nothing."""
 
     def __init__(self) -> None:
-        self._chunks: dict[int, tuple[Tensor, ...]] = {}
+        self.chunks: dict[int, tuple[Tensor, ...]] = {}
 
     @override
     def prefetch(self, chunk: int) -> None:
@@ -35,7 +35,7 @@ class _MemoryStore(StateStore):
 
     @override
     def acquire(self, chunk: int) -> tuple[Tensor, ...]:
-        return self._chunks[chunk]
+        return self.chunks[chunk]
 
     @override
     def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
@@ -47,7 +47,7 @@ class _MemoryStore(StateStore):
 
     @override
     def close(self) -> None:
-        self._chunks.clear()
+        self.chunks.clear()
 
 
 class HostStore(_MemoryStore):
@@ -71,7 +71,7 @@ class HostStore(_MemoryStore):
         stored = tuple(self._arena.take(each.numel(), torch.float32) for each in tensors)
         for here, initial in zip(stored, tensors, strict=True):
             here.copy_(initial)
-        self._chunks[chunk] = stored
+        self.chunks[chunk] = stored
 
     @override
     def close(self) -> None:
@@ -92,14 +92,14 @@ class DeviceStore(_MemoryStore):
 
     @override
     def create(self, chunk: int, tensors: Sequence[Tensor]) -> None:
-        self._chunks[chunk] = tuple(
+        self.chunks[chunk] = tuple(
             torch.empty(each.shape, dtype=torch.float32, device=self._device).copy_(each)
             for each in tensors
         )
 
     @override
     def bytes_by_place(self) -> dict[str, int]:
-        tensors = (each for chunk in self._chunks.values() for each in chunk)
+        tensors = (each for chunk in self.chunks.values() for each in chunk)
         return {"device": sum(each.nbytes for each in tensors)}
 
 

@@ -270,18 +270,18 @@ class StateSource(ShardSource):
     def __init__(
         self, engine: StepBarrier, bucket: Bucket, slot: Slot, number: int, name: str
     ) -> None:
-        self._engine = engine
-        self._bucket = bucket
-        self._slot = slot
+        self.engine = engine
+        self.bucket = bucket
+        self.slot = slot
         self._number = number
         self.name = name
         self.position = slot.index
 
     @override
     def read(self) -> Tensor:
-        self._engine.wait_for_all(self._bucket)
-        slot = self._slot
-        if self._engine.is_lost:
+        self.engine.wait_for_all(self.bucket)
+        slot = self.slot
+        if self.engine.is_lost:
             return torch.full(slot.shape, torch.nan, dtype=torch.float32)
         value = torch.empty(slot.numel, dtype=torch.float32)
         self._visit(lambda stored, here: value[here].copy_(stored), is_dirty=False)
@@ -289,13 +289,13 @@ class StateSource(ShardSource):
 
     @override
     def write(self, value: Tensor) -> None:
-        self._engine.wait_for_all(self._bucket)
+        self.engine.wait_for_all(self.bucket)
         flat = value.detach().reshape(-1).to("cpu")
         self._visit(lambda stored, here: stored.copy_(flat[here]), is_dirty=True)
 
     def _visit(self, do: Callable[[Tensor, slice], object], *, is_dirty: bool) -> None:
-        slot = self._slot
-        for chunk in self._bucket.chunks_of(slot):
+        slot = self.slot
+        for chunk in self.bucket.chunks_of(slot):
             assert chunk.store is not None
             stored = chunk.store.acquire(chunk.number)[self._number]
             try:
@@ -323,22 +323,22 @@ class ParameterSource(StateSource, GatheredSource):
     @override
     def write(self, value: Tensor) -> None:
         super().write(value)
-        padded = torch.zeros(self._slot.padded_numel, dtype=torch.float32)
-        padded[: self._slot.numel].copy_(value.detach().reshape(-1))
-        self._store.put(self._slot.index, padded)
+        padded = torch.zeros(self.slot.padded_numel, dtype=torch.float32)
+        padded[: self.slot.numel].copy_(value.detach().reshape(-1))
+        self._store.put(self.slot.index, padded)
 
     @override
     def fetch(self) -> Tensor:
-        self._engine.begin_gathering()
-        self._engine.wait_for_bucket(self._bucket)
-        shard = self._store.get(self._slot.index)
+        self.engine.begin_gathering()
+        self.engine.wait_for_bucket(self.bucket)
+        shard = self._store.get(self.slot.index)
         self._num_fetched += 1
-        return shard.view(self._slot.padded_shape)
+        return shard.view(self.slot.padded_shape)
 
     @override
     def release(self) -> None:
         self._num_fetched -= 1
-        self._store.release(self._slot.index)
+        self._store.release(self.slot.index)
 
     def abandon(self) -> None:
         """Release the shards fetched for a gather whose result was never waited for."""
@@ -347,6 +347,6 @@ class ParameterSource(StateSource, GatheredSource):
 
     @override
     def fetch_part(self, start: int, stop: int) -> Tensor:
-        self._engine.begin_gathering()
-        self._engine.wait_for_bucket(self._bucket)
-        return self._store.get_part(self._slot.index, start, stop)
+        self.engine.begin_gathering()
+        self.engine.wait_for_bucket(self.bucket)
+        return self._store.get_part(self.slot.index, start, stop)

@@ -250,4 +250,4 @@ class JobScreen(NavigationScreen):
             return
         for table in self.page.tables:
             if table.name == drawn.panel.name:
-                self._move_row(table, by)
+                self.move_row(table, by)

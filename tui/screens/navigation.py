@@ -240,13 +240,13 @@ class NavigationScreen(LiveScreen):
         elif across:
             self.action_next_page(across)
         elif table is not None:
-            self._move_row(table, down)
+            self.move_row(table, down)
 
     def action_turn(self, by: int) -> None:
         """Select the row a page further."""
         height = max(1, self.size.height - 8)
         if self.table is not None:
-            self._move_row(self.table, by * height)
+            self.move_row(self.table, by * height)
 
     def action_jump(self, row: int) -> None:
         """Select the first row, or with -1 the last."""
@@ -265,7 +265,7 @@ class NavigationScreen(LiveScreen):
         rank = scene.view.rank if has_map else None
         if table is not None and rank is None:
             if scene.view.table(table.name).selected is None:
-                self._move_row(table, 0)
+                self.move_row(table, 0)
             rank = table.selected_rank(scene.state, self.session.view.table(table.name))
         if rank is not None:
             self.show_rank(rank)
@@ -273,7 +273,8 @@ class NavigationScreen(LiveScreen):
             rows = table.rows(scene.state, scene.view.table(table.name))
             self.say("this row is about no single rank" if rows else "this table has no row")
 
-    def _move_row(self, table: Table, by: int) -> None:
+    def move_row(self, table: Table, by: int) -> None:
+        """Select the row that is so many further; at the ends, the first or the last."""
         scene = self.scene
         if scene is None:
             return

@@ -231,15 +231,15 @@ class RankFile(TrafficRecords):
     @property
     def num_steps(self) -> int:
         """Steps that were ever written here."""
-        return self._sequences["steps"]
+        return self.sequences["steps"]
 
     def close(self) -> None:
         """Unmap the file and release its lock; its content stays."""
-        with self._lock:
+        with self.lock:
             self._drop()
 
     def _drop(self) -> None:
-        self._write_counters()
+        self.write_counters_locked()
         mapping, self._map = self._map, None
         if mapping is not None:
             mapping.close()
@@ -249,7 +249,7 @@ class RankFile(TrafficRecords):
 
     def write_facts(self, facts: Mapping[str, object]) -> None:
         """Store values that rarely change: coordinates, device, expected traffic."""
-        with self._lock:
+        with self.lock:
             self._names.update(facts)
             self._write_names()
 
@@ -261,7 +261,7 @@ class RankFile(TrafficRecords):
             axis: Which of the mesh it is.
             ranks: Its members, by global rank; empty where they are not known.
         """
-        with self._lock:
+        with self.lock:
             known = self._names["groups"]
             number = self._groups.get(name)
             if number is None:
@@ -290,19 +290,19 @@ class RankFile(TrafficRecords):
 
     def group_of(self, number: int) -> tuple[str, str, list[tuple[int, int, int]]]:
         """Return the name, the axis and the members, as runs, of a group."""
-        with self._lock:
+        with self.lock:
             group = self._names["groups"][number]
             return group["name"], group["axis"], group["members"]
 
     def operator_of(self, number: int) -> str:
         """Return the name of an operator."""
-        with self._lock:
+        with self.lock:
             name: str = self._names["operators"][number]
             return name
 
     def operator_number(self, name: str) -> int:
         """Return the number of an operator."""
-        with self._lock:
+        with self.lock:
             return self._number("operators", name, layout.MAX_OPERATORS)
 
     def _number(self, kind: str, name: str, limit: int) -> int:
@@ -349,19 +349,19 @@ class RankFile(TrafficRecords):
 
     def status(self, *fields: float) -> None:
         """Write where the rank is; the fields are those of ``layout.STATUS``."""
-        with self._lock:
+        with self.lock:
             if self._map is None:
                 return
             self._status_sequence += 1
             section = SECTIONS["status"]
             at = layout.slot_offset(section, self._status_sequence)
             self._map[at : at + section.record_bytes] = layout.STATUS.pack(
-                self._status_sequence, *fields, self._counted
+                self._status_sequence, *fields, self.counted
             )
 
     def memory(self, bytes_by_kind: Sequence[int]) -> None:
         """Write the memory by kind; the fields are those of ``layout.MEMORY``."""
-        with self._lock:
+        with self.lock:
             if self._map is None:
                 return
             self._memory_sequence += 1
@@ -403,7 +403,7 @@ class RankFile(TrafficRecords):
 
     def point(self, name: str, global_step: int, value: float) -> None:
         """Add a value to a metric's series: to its rings, and to the thinned whole run."""
-        with self._lock:
+        with self.lock:
             number = self._metric_number(name)
             if self._map is None or number is None:
                 return
@@ -439,9 +439,9 @@ class RankFile(TrafficRecords):
             self._map[target : target + size] = self._map[source : source + size]
 
     def _append(self, name: str, record: layout.Record, *fields: object) -> int:
-        with self._lock:
-            self._sequences[name] += 1
-            sequence = self._sequences[name]
+        with self.lock:
+            self.sequences[name] += 1
+            sequence = self.sequences[name]
             if self._map is not None:
                 at = layout.slot_offset(SECTIONS[name], sequence)
                 self._map[at : at + record.size] = record.pack(sequence, *fields)
@@ -475,15 +475,15 @@ class RankFile(TrafficRecords):
             ("events", layout.EVENT),
             ("offload", layout.OFFLOAD),
         ):
-            self._sequences[name] = layout.newest_sequence(content, SECTIONS[name], record)
+            self.sequences[name] = layout.newest_sequence(content, SECTIONS[name], record)
         self._status_sequence = layout.newest_sequence(content, SECTIONS["status"], layout.STATUS)
         self._memory_sequence = layout.newest_sequence(content, SECTIONS["memory"], layout.MEMORY)
         self._names_sequence = max(
             layout.sequence_at(content, layout.slot_offset(SECTIONS["names"], slot))
             for slot in (1, 2)
         )
-        self._restore_traffic(content)
-        if newest := self._sequences["offload"]:
+        self.restore_traffic(content)
+        if newest := self.sequences["offload"]:
             at = layout.slot_offset(SECTIONS["offload"], newest)
             self.offloaded = (layout.OFFLOAD.unpack(content, at) or (0, 0, *self.offloaded))[2:]
         series = SECTIONS["series"]
@@ -501,8 +501,8 @@ def _is_own(name: str) -> bool:
 def _drop_in_child() -> None:
     for writer in list(_writers):
         # The lock may have been held by a thread that the child does not have.
-        writer._lock = RLock()  # noqa: SLF001 - the same module
-        writer._unwritten.clear()  # noqa: SLF001
+        writer.lock = RLock()
+        writer._unwritten.clear()  # noqa: SLF001 - the same module
         writer._unwritten_peers.clear()  # noqa: SLF001
         writer._drop()  # noqa: SLF001
 

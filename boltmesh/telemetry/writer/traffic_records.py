@@ -39,16 +39,18 @@ class TrafficRecords:
     def __init__(self, mapping: mmap.mmap) -> None:
         # A signal handler that communicates or notes an event runs between any two lines of the
         # thread that holds the lock: Lightning's do.
-        self._lock = RLock()
+        self.lock = RLock()
         self._map: mmap.mmap | None = mapping
-        self._sequences = dict.fromkeys(("steps", "traffic", "spans", "events", "offload"), 0)
+        self.sequences = dict.fromkeys(("steps", "traffic", "spans", "events", "offload"), 0)
+        """Number of the newest record of each section."""
         self._counters: dict[Key, list[int]] = {}
         self._unwritten: set[Key] = set()
         self._newest: list[tuple[int, ...]] = [_NONE] * layout.MAX_GROUPS
         self._peers: dict[tuple[int, int, int], list[int]] = {}
         """Calls, payload bytes and slot, by group, operator and peer."""
         self._unwritten_peers: set[tuple[int, int, int]] = set()
-        self._counted = 0
+        self.counted = 0
+        """Number of the newest traffic record that the counters in the file include."""
         self.payload_bytes = 0
         """All collectives since this process opened the file."""
 
@@ -66,7 +68,7 @@ class TrafficRecords:
 
         ``peer`` is as in ``layout.TRAFFIC``.
         """
-        with self._lock:
+        with self.lock:
             key = (group, operator)
             counter = self._counters.get(key)
             if counter is None:
@@ -75,7 +77,7 @@ class TrafficRecords:
             counter[1] += payload_bytes
             self.payload_bytes += payload_bytes
             self._unwritten.add(key)
-            sequence = self._sequences["traffic"] = self._sequences["traffic"] + 1
+            sequence = self.sequences["traffic"] = self.sequences["traffic"] + 1
             ticket = self._newest[group] = (
                 sequence,
                 step,
@@ -95,7 +97,7 @@ class TrafficRecords:
                 self._map[at : at + _TRAFFIC_BYTES] = _pack(*ticket, 0)
                 if sequence % (_TRAFFIC_CAPACITY // 2) == 0:
                     # Before the ring overwrites records that the tables lack.
-                    self._write_counters()
+                    self.write_counters_locked()
                     self._write_groups(range(layout.MAX_GROUPS))
             if peer:
                 self._count_peer(group, operator, peer, payload_bytes)
@@ -104,10 +106,10 @@ class TrafficRecords:
     def complete(self, ticket: tuple[int, ...], done_ns: int) -> None:
         """Record when a collective was done."""
         sequence = ticket[0]
-        with self._lock:
+        with self.lock:
             if self._map is None:
                 return
-            if self._sequences["traffic"] - sequence < _TRAFFIC_CAPACITY:
+            if self.sequences["traffic"] - sequence < _TRAFFIC_CAPACITY:
                 at = _TRAFFIC_AT + (sequence - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
                 self._map[at : at + _TRAFFIC_BYTES] = _pack(*ticket, done_ns)
             elif self._newest[ticket[2]][0] == sequence:
@@ -119,7 +121,7 @@ class TrafficRecords:
         With when it was done, 0 if it is not or that is not known, and whether the group has calls
         from rank to rank.
         """
-        with self._lock:
+        with self.lock:
             paired = {group for group, *_ in self._peers}
             return [
                 (ticket, self._done_ns(ticket), ticket[2] in paired)
@@ -130,7 +132,7 @@ class TrafficRecords:
     def _done_ns(self, ticket: tuple[int, ...]) -> int:
         if self._map is None:
             return 0
-        if self._sequences["traffic"] - ticket[0] < _TRAFFIC_CAPACITY:
+        if self.sequences["traffic"] - ticket[0] < _TRAFFIC_CAPACITY:
             at = _TRAFFIC_AT + (ticket[0] - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
             record = layout.TRAFFIC.unpack(self._map[at : at + _TRAFFIC_BYTES], 0)
             return record[12] if record else 0
@@ -145,16 +147,16 @@ class TrafficRecords:
     def find_peer(self, ticket: tuple[int, ...], peer: int) -> None:
         """Record the source of an any-source receive; ``peer`` is as in ``layout.TRAFFIC``."""
         self._change(ticket, flags=ticket[5], peer=peer)
-        with self._lock:
+        with self.lock:
             self._count_peer(ticket[2], ticket[3], peer, ticket[8])
 
     def _change(self, ticket: tuple[int, ...], *, flags: int, peer: int) -> None:
         ticket = (*ticket[:5], flags, peer, *ticket[7:])
-        with self._lock:
+        with self.lock:
             sequence, group = ticket[0], ticket[2]
             if self._newest[group][0] == sequence:
                 self._newest[group] = ticket
-            is_kept = self._sequences["traffic"] - sequence < _TRAFFIC_CAPACITY
+            is_kept = self.sequences["traffic"] - sequence < _TRAFFIC_CAPACITY
             if self._map is not None and is_kept:
                 at = layout.slot_offset(SECTIONS["traffic"], sequence)
                 self._map[at : at + _TRAFFIC_BYTES] = layout.TRAFFIC.pack(*ticket, 0)
@@ -175,17 +177,18 @@ class TrafficRecords:
     def write_counters(self) -> None:
         """Write the totals of the operators that were called since the last time."""
         if self._unwritten or self._unwritten_peers:
-            with self._lock:
-                self._write_counters()
+            with self.lock:
+                self.write_counters_locked()
 
-    def _write_counters(self) -> None:
+    def write_counters_locked(self) -> None:
+        """Write those totals, with the lock held."""
         groups = {group for group, _ in self._unwritten}
         while self._unwritten:
             key = self._unwritten.pop()
             if self._map is not None:
                 at = _COUNTERS_AT + (key[0] * layout.MAX_OPERATORS + key[1]) * _COUNTER_BYTES
                 self._map[at : at + _COUNTER_BYTES] = layout.COUNTER.pack(*self._counters[key])
-        counted = self._sequences["traffic"]
+        counted = self.sequences["traffic"]
         while self._unwritten_peers:
             group, operator, peer = peer_key = self._unwritten_peers.pop()
             calls, payload_bytes, slot = self._peers[peer_key]
@@ -195,7 +198,7 @@ class TrafficRecords:
                     calls, group, operator, peer, counted, payload_bytes
                 )
         self._write_groups(groups)
-        self._counted = counted
+        self.counted = counted
 
     def _write_groups(self, groups: "set[int] | range") -> None:
         """Write the newest collective of groups, as the ring has it."""
@@ -203,7 +206,7 @@ class TrafficRecords:
             return
         for group in groups:
             ticket = self._newest[group]
-            if 0 <= self._sequences["traffic"] - ticket[0] < _TRAFFIC_CAPACITY and ticket[0]:
+            if 0 <= self.sequences["traffic"] - ticket[0] < _TRAFFIC_CAPACITY and ticket[0]:
                 self._write_group(ticket, self._done_ns(ticket))
 
     def _write_group(self, ticket: tuple[int, ...], done_ns: int) -> None:
@@ -214,7 +217,7 @@ class TrafficRecords:
             in_group, sequence, operator, flags, 0, enqueued_ns, done_ns
         )
 
-    def _restore_traffic(self, content: bytes) -> None:
+    def restore_traffic(self, content: bytes) -> None:
         """Take up the counts where this process left them."""
         counters, peers = SECTIONS["counters"], SECTIONS["peers"]
         for index in range(counters.capacity):

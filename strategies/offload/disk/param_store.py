@@ -111,7 +111,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
     def create(self, index: int, value: Tensor) -> None:
         assert index not in self._shards
         assert self._arena is None, "shards are created before the first one is used"
-        self._raise_error()
+        self.raise_error()
         num_bytes = value.numel() * value.element_size()
         extent = self._swap.allocate(f"parameter shard {index}", num_bytes)
         shard = self._shards[index] = StoredShard(extent, num_bytes, value.dtype)
@@ -121,19 +121,19 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
 
     @override
     def begin_step(self) -> None:
-        with self._changed:
-            self._raise_error()
+        with self.changed:
+            self.raise_error()
             self._order.begin_step()
             self._read_ahead()
 
     @override
     def get(self, index: int) -> Tensor:
-        with self._changed:
+        with self.changed:
             return self._copy(index, self._use(index)).value()
 
     @override
     def get_part(self, index: int, start: int, stop: int) -> Tensor:
-        with self._changed:
+        with self.changed:
             self._in_parts.add(index)
             held = self._use(index)
         try:
@@ -145,10 +145,10 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
 
     def _use(self, index: int) -> HeldShard:
         """Become a user of a shard and wait until it is in memory. The lock is held."""
-        self._raise_error()
+        self.raise_error()
         self._order.note(index)
         # Before it counts as a user: ``put`` waits until a shard has no users.
-        self._wait_until(lambda: not (index in self._held and self._held[index].is_changing))
+        self.wait_until(lambda: not (index in self._held and self._held[index].is_changing))
         held = self._held.get(index)
         if held is None:
             self.misses += 1
@@ -156,12 +156,12 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
             self._read(index, held, is_urgent=True)
         held.num_users += 1
         self._read_ahead()
-        self._wait_until(lambda: not held.is_reading)
+        self.wait_until(lambda: not held.is_reading)
         return held
 
     @override
     def release(self, index: int) -> None:
-        with self._changed:
+        with self.changed:
             held = self._held.pop(index)
             assert held.num_users > 0, f"parameter shard {index} is not in use"
             self._held[index] = held  # the most recently used now
@@ -170,43 +170,43 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
                 held.drop_copy()
             self._drop_extras()
             self._read_ahead()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     @override
     def put(self, index: int, value: Tensor) -> None:
         shard = self._shards[index]
-        with self._changed:
-            self._raise_error()
+        with self.changed:
+            self.raise_error()
             # Memory of its own is only written to the disk: it need not be page-locked.
             held = self._held.get(index) or self._hold(
                 index, device=CPU, num_spared=len(self._window)
             )
             held.is_changing = True  # the memory may be neither reused nor read
-            self._wait_until(lambda: not (held.is_reading or held.is_writing or held.num_users))
+            self.wait_until(lambda: not (held.is_reading or held.is_writing or held.num_users))
         # Outside of the lock, so that the computing thread can use other shards meanwhile.
         if held.copy is not None:
             held.copy.wait_for_host()
             held.copy = None
         shard.cut(held.buffer).copy_(value.detach().view(-1))
-        with self._changed:
+        with self.changed:
             held.is_changing = False
             self._write(index, held)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     @override
     def flush(self) -> None:
-        with self._changed:
-            self._wait_until(lambda: not any(held.is_writing for held in self._held.values()))
+        with self.changed:
+            self.wait_until(lambda: not any(held.is_writing for held in self._held.values()))
         self._swap.sync()
 
     @override
     def close(self) -> None:
-        with self._changed:
+        with self.changed:
             if self._is_closed:
                 return
             self._is_closed = True
             while any(held.is_reading or held.is_writing for held in self._held.values()):
-                self._changed.wait()
+                self.changed.wait()
             for held in self._held.values():
                 held.drop_copy()
             self._held.clear()
@@ -215,7 +215,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
 
     @override
     def bytes_by_place(self) -> dict[str, int]:
-        with self._changed:
+        with self.changed:
             arena = self._arena.num_bytes if self._arena is not None else 0
             held = self._held.values()
             return {
@@ -226,7 +226,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
 
     def _read_ahead(self) -> None:
         """Begin to read the next shards, as far as the window reaches and memory is free."""
-        if self._error is not None or self._is_closed:
+        if self.error is not None or self._is_closed:
             return
         self._window = {index: at for at, index in enumerate(self._next_shards())}
         for index, at in self._window.items():
@@ -308,7 +308,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
             self._shards[index].extent,
             held.buffer,
             is_urgent=is_urgent,
-            on_done=partial(self._finish, finish),
+            on_done=partial(self.finish_transfer, finish),
         )
 
     def _write(self, index: int, held: HeldShard) -> None:
@@ -319,5 +319,5 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
 
         held.is_writing = True
         self._swap.write(
-            self._shards[index].extent, held.buffer, on_done=partial(self._finish, finish)
+            self._shards[index].extent, held.buffer, on_done=partial(self.finish_transfer, finish)
         )

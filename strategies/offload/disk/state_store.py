@@ -93,7 +93,7 @@ class DiskStateStore(TransferWaiter, StateStore):
             f"chunk {chunk} of the optimizer state", self.bytes_of(numel, count)
         )
         made = _StoredChunk(extent, numel, count)
-        with self._changed:
+        with self.changed:
             self._buffer_bytes = max(self._buffer_bytes, extent.num_bytes)
             self._chunks[chunk] = made
             self._write_deferred(but=chunk)
@@ -104,8 +104,8 @@ class DiskStateStore(TransferWaiter, StateStore):
 
     @override
     def prefetch(self, chunk: int) -> None:
-        with self._changed:
-            self._raise_error()
+        with self.changed:
+            self.raise_error()
             self._write_deferred(but=chunk)
             if chunk not in self._hints:
                 self._hints.append(chunk)
@@ -113,8 +113,8 @@ class DiskStateStore(TransferWaiter, StateStore):
 
     @override
     def acquire(self, chunk: int) -> tuple[Tensor, ...]:
-        with self._changed:
-            self._raise_error()
+        with self.changed:
+            self.raise_error()
             self._write_deferred(but=chunk)
             if chunk in self._hints:
                 self._hints.remove(chunk)
@@ -124,7 +124,7 @@ class DiskStateStore(TransferWaiter, StateStore):
             held.is_acquired, held.is_wanted = True, False
             if held.is_empty:
                 self._read(chunk, held)
-            self._wait_until(lambda: not held.is_moving)
+            self.wait_until(lambda: not held.is_moving)
             self._follow_hints()
             made = self._chunks[chunk]
         if held.is_unverified:  # no other thread uses the chunk while it is acquired
@@ -135,53 +135,53 @@ class DiskStateStore(TransferWaiter, StateStore):
         try:
             self._swap.verify(extent, held.buffer[: extent.num_bytes])
         except OffloadError as error:
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
-                self._raise_error()
+            with self.changed:
+                self.error = self.error or error
+                self.changed.notify_all()
+                self.raise_error()
         held.is_unverified = False
 
     @override
     def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
-        with self._changed:
+        with self.changed:
             held = self._held.pop(chunk)
             assert held.is_acquired, f"chunk {chunk} is not acquired"
             self._held[chunk] = held  # the most recently used now
             extent = self._chunks[chunk].extent
         if is_dirty and not defers_write:
             self._swap.seal(extent, held.buffer[: extent.num_bytes])
-        with self._changed:
+        with self.changed:
             held.is_acquired = False
-            if is_dirty and self._error is None:
+            if is_dirty and self.error is None:
                 held.is_deferred = defers_write
                 if not defers_write:
                     self._write(chunk, held, is_sealed=True)
-            self._raise_error()
+            self.raise_error()
             self._follow_hints()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     @override
     def flush(self) -> None:
-        with self._changed:
+        with self.changed:
             self._write_deferred()
-            self._wait_until(lambda: not any(held.is_moving for held in self._held.values()))
+            self.wait_until(lambda: not any(held.is_moving for held in self._held.values()))
         self._swap.sync()
 
     @override
     def close(self) -> None:
-        with self._changed:
+        with self.changed:
             if self._is_closed:
                 return
             self._is_closed = True
             self._hints.clear()
             while any(held.is_moving for held in self._held.values()):
-                self._changed.wait()
+                self.changed.wait()
             self._held.clear()
         self._swap.unshare()
 
     @override
     def bytes_by_place(self) -> dict[str, int]:
-        with self._changed:
+        with self.changed:
             return {
                 "device": 0,
                 "host": sum(held.buffer.numel() for held in self._held.values()),
@@ -217,7 +217,7 @@ class DiskStateStore(TransferWaiter, StateStore):
                     self._held[chunk] = _Held(buffer)
             return chunk in self._held
 
-        self._wait_until(has_place)
+        self.wait_until(has_place)
         return self._held[chunk]
 
     def _free_buffer(self, *, spare_wanted: bool) -> Tensor | None:
@@ -256,8 +256,8 @@ class DiskStateStore(TransferWaiter, StateStore):
 
         def finish() -> None:
             held.is_moving = False
-            if self._error is None and not self._is_closed:
+            if self.error is None and not self._is_closed:
                 self._follow_hints()
 
-        on_done = partial(self._finish, finish)
+        on_done = partial(self.finish_transfer, finish)
         transfer(extent, held.buffer[: extent.num_bytes], on_done=on_done)

@@ -162,27 +162,29 @@ class TransferWaiter:
     """Base of a store whose transfers end on other threads than those that use it."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
+        self.changed = threading.Condition()
+        """Held while state is read or written; notified when a transfer ends."""
+        self.error: BaseException | None = None
         self._is_closed = False
 
-    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait, with the lock held, until other threads make the condition true or fail."""
-        self._raise_error()
+        self.raise_error()
         while not is_so():
-            self._changed.wait()
-            self._raise_error()
+            self.changed.wait()
+            self.raise_error()
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def raise_error(self) -> None:
+        """Raise the first error of a transfer, if any."""
+        if self.error is not None:
+            raise self.error
 
-    def _finish(self, finish: Callable[[], None], ticket: Ticket) -> None:
+    def finish_transfer(self, finish: Callable[[], None], ticket: Ticket) -> None:
         """Finish a transfer, on a thread of the pool."""
-        with self._changed:
-            self._error = self._error or ticket.error
+        with self.changed:
+            self.error = self.error or ticket.error
             try:
                 finish()
             except BaseException as error:  # noqa: BLE001 - the training thread raises it
-                self._error = self._error or error
-            self._changed.notify_all()
+                self.error = self.error or error
+            self.changed.notify_all()

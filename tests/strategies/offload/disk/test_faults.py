@@ -228,8 +228,8 @@ def test_a_chunk_that_is_damaged_once_read_is_not_handed_out(
     """Read ahead and right, and changed in memory before it is requested."""
     store._held.clear()
     store.prefetch(5)
-    with store._changed:
-        store._wait_until(lambda: not store._held[5].is_moving)
+    with store.changed:
+        store.wait_until(lambda: not store._held[5].is_moving)
     store._held[5].buffer[20_480] ^= 1
     with pytest.raises(OffloadError, match="could not read chunk 5") as caught:
         store.acquire(5)
