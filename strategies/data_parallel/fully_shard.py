@@ -56,8 +56,9 @@ from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
 from boltmesh.strategies.offload.state import Staging
 from boltmesh.strategies.parameter_access import register_units
-from boltmesh.strategies.patch import patched
+from boltmesh.strategies.patch import Around, Changes, patched
 from boltmesh.strategies.tiling.apply import TiledWeight, apply_tiling
+from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered, prepare_class
 from boltmesh.strategies.torch_compat.fsdp_hooks import (
     end_every_backward,
@@ -333,6 +334,7 @@ class _Sharding:
             self._fully_shard(
                 block, block, not_here, is_freed=self._is_freed, is_cast=name in self.cast
             )
+        DirectCalls(block)
         self._stage(block, in_tiles)
 
     def cut_root(self) -> tuple[RootModule, ScalarParams]:
@@ -403,6 +405,29 @@ class _Sharding:
         )
         for each in self.owned:
             each.cut(owner)
+
+
+class DirectCalls:
+    """Gathers a block whose ``forward`` is called by name, which runs no hooks.
+
+    SqueezeBert and HoVerNet of MONAI call their layers like that.
+    """
+
+    def __init__(self, block: Module) -> None:
+        self._block = block
+        self._is_called = False
+        block.register_forward_pre_hook(self._note_call)
+        Changes().wrap(block, self)
+
+    def _note_call(self, *_: object) -> None:
+        self._is_called = True
+
+    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, with its hooks if they did not run."""
+        if not (self._is_called or is_in_backward()):  # which repeats a block that was called
+            return self._block(*args, **kwargs)
+        self._is_called = False
+        return forward(*args, **kwargs)
 
 
 def _owned_params(

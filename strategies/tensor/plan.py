@@ -195,6 +195,18 @@ class SizeAttribute:
 
 
 @dataclass(frozen=True)
+class PassedTensor:
+    """A divided tensor that a block takes or returns, such as T5's bias of positions."""
+
+    place: int | str | None
+    """As in ``GatherPoint``, or as in ``ExitPoint``."""
+    dim: int
+    axis: int
+    """Index in ``TensorPlan.axes``."""
+    is_output: bool = False
+
+
+@dataclass(frozen=True)
 class GatherPoint:
     """A module argument for which sequence parallelism gathers the sequence."""
 
@@ -273,6 +285,8 @@ class TensorPlan:
     """Modules that take a divided activation: a forward pre-hook sees this rank's part."""
     divided_outputs: tuple[str, ...] = ()
     """Modules that return one: a forward hook or a backward hook sees this rank's part."""
+    passed: dict[str, tuple[PassedTensor, ...]] = field(default_factory=dict)
+    """Divided tensors between blocks, by block; without blocks where a place is not known."""
     attributes: tuple[SizeAttribute, ...] = ()
     """Candidates that the ``local`` backend may have to divide."""
     region_axes: tuple[int, ...] = ()
@@ -382,6 +396,10 @@ def without_replicated(plan: TensorPlan) -> TensorPlan:
         local_dropouts=tuple(filter(stays, plan.local_dropouts)),
         divided_inputs=tuple(filter(stays, plan.divided_inputs)),
         divided_outputs=tuple(filter(stays, plan.divided_outputs)),
+        passed={
+            name: tuple(each for each in several if each.axis not in whole)
+            for name, several in plan.passed.items()
+        },
         attributes=tuple(each for each in plan.attributes if stays(each.module)),
         region_axes=tuple(each for each in plan.region_axes if each not in whole),
     )

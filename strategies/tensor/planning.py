@@ -29,6 +29,7 @@ from boltmesh.strategies.tensor.options import read_overrides
 from boltmesh.strategies.tensor.plan import (
     OUTSIDE,
     LossParallel,
+    PassedTensor,
     PlannedDim,
     Section,
     ShardedParameter,
@@ -73,6 +74,7 @@ def plan_of(analysis: Analysis, size: int, choice: Selection) -> TensorPlan:
         local_dropouts=tuple(_drawing_parts(analysis, followed)),
         divided_inputs=_divided(trace.module_inputs, followed),
         divided_outputs=_divided(trace.module_outputs, followed),
+        passed=_passed(analysis, choice),
         attributes=tuple(_attributes(analysis, followed)),
         region_axes=tuple(
             number
@@ -104,6 +106,50 @@ def _divided(
         for name, operands in passed.items()
         if any(axes_of(operand.dims, followed) for operand in operands.values())
     )
+
+
+def _passed(analysis: Analysis, choice: Selection) -> dict[str, tuple[PassedTensor, ...]]:
+    """Return the divided tensors that blocks take and return, if all have known places.
+
+    A tensor that a block gets another way, as within a list, has none.
+    """
+    trace, followed = analysis.trace, choice.followed
+    made = {out.key: step.modules for step in trace.steps for out in step.outputs}
+    crossing: dict[str, set[int]] = {block: set() for block in analysis.blocks}
+    for step in trace.steps:
+        for operand in step.inputs:
+            if operand.parameter is None and axes_of(operand.dims, followed):
+                before = made.get(operand.key, step.modules)
+                for block in ({*before} ^ {*step.modules}) & crossing.keys():
+                    crossing[block].add(operand.key)
+    numbers = {
+        axis.atom: number for number, axis in enumerate(choice.chosen) if axis.atom in followed
+    }
+    found: dict[str, tuple[PassedTensor, ...]] = {}
+    for block, keys in crossing.items():
+        passed: list[PassedTensor | None] = []
+        unplaced = set(keys)
+        for taken, is_output in ((trace.module_inputs, False), (trace.module_outputs, True)):
+            for place, operand in taken.get(block, {}).items():
+                if axes_of(operand.dims, followed):
+                    unplaced.discard(operand.key)
+                    passed.append(_passed_at(place, operand, numbers, is_output=is_output))
+        known = tuple(each for each in passed if each is not None)
+        if known and not unplaced and len(known) == len(passed):
+            found[block] = known
+    return found
+
+
+def _passed_at(
+    place: int | str | None, operand: Operand, axes: Mapping[SymbolicDim, int], *, is_output: bool
+) -> PassedTensor | None:
+    """Describe a tensor of which each rank has a contiguous part along one dim; None for others."""
+    followed = set(axes)
+    divided = [dim for dim, atoms in enumerate(operand.dims) if axes_of([atoms], followed)]
+    outer = leaves(operand.dims[divided[0]])[0]
+    if len(divided) > 1 or outer not in axes:
+        return None
+    return PassedTensor(place, divided[0], axes[outer], is_output)
 
 
 def _notes(analysis: Analysis, sharded: Mapping[str, ShardedParameter]) -> Iterator[str]:

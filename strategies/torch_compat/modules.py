@@ -211,6 +211,31 @@ def distributions_unchecked() -> Iterator[None]:
 
 
 @contextmanager
+def needless_conversions_skipped() -> Iterator[None]:
+    """Context in which ``Module.to`` leaves alone a module that it would not change.
+
+    NLLB-MoE converts its router in each forward pass, mostly to the dtype that it has. Torch cannot
+    replace parameters without data.
+    """
+    original = Module._apply
+
+    def apply(module: Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Module:
+        with torch.no_grad():
+            tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+            pairs = [(each, convert(each)) for each in tensors]
+        if all((one.dtype, one.device) == (other.dtype, other.device) for one, other in pairs):
+            return module
+        converted: Module = original(module, convert, recurse)  # type: ignore[no-untyped-call]
+        return converted
+
+    Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Module._apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
 def without_nested_batches() -> Iterator[None]:
     """Context in which ``nn.TransformerEncoder`` passes no nested tensors to its layers.
 

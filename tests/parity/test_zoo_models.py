@@ -448,6 +448,28 @@ class Cells(VisionTransformer):
         self.first, self.second = Cell(), Cell()  # type: ignore[assignment]
 
 
+class CallsForward(VisionTransformer):
+    """Calls the forward of its layers by name, as SqueezeBert of transformers does."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.first.forward(batch)
+        return self.head(self.second.forward(hidden)).square().mean()
+
+
+class Router(Attention):
+    """Converts a module in its forward to the dtype that it has, as NLLB-MoE of transformers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.to_out = self.to_out.to(x.dtype)
+        return super().forward(x)
+
+
+class Converts(VisionTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Router(4), Router(4)
+
+
 def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str) -> list[float]:
     seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
@@ -488,6 +510,9 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         "Recurrent-tensor",
         "Cells-zero3",
         "Cells-zero in pipelines",
+        "CallsForward-zero3",
+        "Converts-tensor",
+        "Converts-pipeline",
     )
 )
 @pytest.mark.parametrize(
@@ -521,6 +546,10 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (Cells, "zero3"),
         (Cells, "zero in pipelines"),
         (Cells, "tensor"),
+        (CallsForward, "zero1"),
+        (CallsForward, "zero3"),
+        (Converts, "tensor"),
+        (Converts, "pipeline"),
     ],
 )
 def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str) -> None:

@@ -37,7 +37,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
 )
 from boltmesh.strategies.pipeline.stage.units import is_absent
 from boltmesh.strategies.pytree import is_constant, take_apart, tensors_in
-from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.modules import needless_conversions_skipped, swapped_state
 from boltmesh.strategies.torch_compat.tensors import (
     NEEDS_DATA,
     FakeTensorMode,
@@ -111,7 +111,7 @@ def run_on_fakes(
         buffers = {key: state[key] for key, _ in unit.named_buffers()}
         before = {key: (storage_key(each), version_of(each)) for key, each in buffers.items()}
         try:
-            with swapped_state(unit, state), watch, counted:
+            with swapped_state(unit, state), needless_conversions_skipped(), watch, counted:
                 result = call(*arguments[0], **arguments[1])
                 now = dict(unit.named_buffers())
         except UnsupportedError:

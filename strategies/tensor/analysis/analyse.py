@@ -25,7 +25,7 @@ from boltmesh.strategies.tensor.analysis.trace import (
     of_parameters,
 )
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
-from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.modules import needless_conversions_skipped, swapped_state
 from boltmesh.strategies.torch_compat.tensors import (
     GROUPED_PRODUCT,
     NEEDS_DATA,
@@ -384,7 +384,7 @@ def _stand_ins(
         for each in leaves_of(attribute)
         if isinstance(each, Tensor)
     )
-    with swapped_state(module, swapped):
+    with swapped_state(module, swapped), needless_conversions_skipped():
         yield {id(each) for each in (*swapped.values(), *others)}
 
 

@@ -22,6 +22,7 @@ from boltmesh.strategies.tensor.plan import (
     ShardedParameter,
     Style,
     TensorPlan,
+    backend_of,
     backends_of_axes,
     block_around,
     block_of,
@@ -382,14 +383,14 @@ class _Application:
             }
             if not entries:
                 continue
-            depends_on = self._depends_on(name)
+            depends_on, passed = self._depends_on(name), self.plan.passed.get(name, ())
             if kind not in of_kinds:
-                of_kinds[kind] = Verified(has_sizes=depends_on is None)
+                of_kinds[kind] = Verified(has_sizes=depends_on is None and not passed)
             for signature, has_gradient in verified.get(name, ()):
                 of_kinds[kind].add(signature, has_gradient=has_gradient, is_right=True)
             guard = SignatureGuard(
                 name, self.root.get_submodule(name), entries, self.group, of_kinds[kind],
-                depends_on, self.stacks.around(name),
+                depends_on, self.stacks.around(name), passed=passed,
             )  # fmt: skip
             self.changes.wrap(guard.block, guard)
             self.guards.append(guard)
@@ -397,7 +398,10 @@ class _Application:
     def _depends_on(self, block: str) -> str | None:
         """Return what is divided together with a block, for a message; None if nothing is."""
         for axis in self.plan.axes:
-            if block in axis.blocks and len(axis.blocks) > 1:
+            if block not in axis.blocks or len(axis.blocks) == 1:
+                continue
+            is_local = {backend_of(self.plan, each) for each in axis.blocks} == {"local"}
+            if not (is_local and self.plan.passed.get(block)):
                 other = next(each for each in axis.blocks if each != block)
                 return f"{other} computes with the same divided dim"
         for name in self.plan.boundaries:

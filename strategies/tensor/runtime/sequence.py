@@ -240,15 +240,15 @@ class RunningStack:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a block's arguments with the sequence joined. Collective over the group."""
-        return _replaced(args, kwargs, self.entry.argument, self.parts.join)
+        return with_argument(args, kwargs, self.entry.argument, self.parts.join)
 
     def with_own_part(self, output: Any) -> Any:
         """Return a block's output with this rank's part of the sequence."""
-        return _changed(output, self.exit, self.parts.take)
+        return with_output(output, self.exit, self.parts.take)
 
     def with_joined_output(self, output: Any) -> Any:
         """Return a block's output with the sequence joined. Collective over the group."""
-        return _changed(output, self.exit, self.parts.join)
+        return with_output(output, self.exit, self.parts.join)
 
 
 class Stacks:
@@ -323,7 +323,7 @@ class GatherSequence:
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         for argument in self._arguments:
-            args, kwargs = _replaced(args, kwargs, argument, self._parts.gather)
+            args, kwargs = with_argument(args, kwargs, argument, self._parts.gather)
         return forward(*args, **kwargs)
 
 
@@ -337,8 +337,8 @@ class OnWhole:
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over the group."""
         join = self._parts.gather if self._point.sums else self._parts.join
-        args, kwargs = _replaced(args, kwargs, self._point.argument, join)
-        return _changed(forward(*args, **kwargs), self._exit, self._parts.take)
+        args, kwargs = with_argument(args, kwargs, self._point.argument, join)
+        return with_output(forward(*args, **kwargs), self._exit, self._parts.take)
 
 
 class InStack:
@@ -357,7 +357,7 @@ class InStack:
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         if self._entry is not None:
-            args, kwargs = _replaced(args, kwargs, self._entry.argument, self._parts.split)
+            args, kwargs = with_argument(args, kwargs, self._entry.argument, self._parts.split)
         self._parts.begin()
         try:
             output = forward(*args, **kwargs)
@@ -365,7 +365,7 @@ class InStack:
             self._parts.forget()
         if self._exit is None:
             return output
-        return _changed(output, self._exit, self._parts.join)
+        return with_output(output, self._exit, self._parts.join)
 
 
 def is_below(name: str, modules: Sequence[str]) -> bool:
@@ -373,7 +373,7 @@ def is_below(name: str, modules: Sequence[str]) -> bool:
     return any(f"{name}.".startswith(f"{each}.") for each in modules)
 
 
-def _changed(output: Any, point: ExitPoint, change: Callable[[Tensor], Tensor]) -> Any:
+def with_output(output: Any, point: ExitPoint, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the output of a block with its sequence changed.
 
     Raises:
@@ -394,7 +394,7 @@ def _changed(output: Any, point: ExitPoint, change: Callable[[Tensor], Tensor]) 
     )
 
 
-def _replaced(
+def with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], argument: int | str, change: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with one of them changed.

@@ -36,10 +36,20 @@ from boltmesh.strategies.dry_run.step import (
 )
 from boltmesh.strategies.patch import Around, Original, originals_restored, patched
 from boltmesh.strategies.random_state import random_state_unchanged
-from boltmesh.strategies.tensor.plan import ShardedParameter
-from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, all_reduce
+from boltmesh.strategies.tensor.plan import ExitPoint, PassedTensor, ShardedParameter
+from boltmesh.strategies.tensor.runtime.collectives import (
+    TensorGroup,
+    all_reduce,
+    gather_parts,
+    take_part,
+)
 from boltmesh.strategies.tensor.runtime.param_swap import gather_whole, own_parameters
-from boltmesh.strategies.tensor.runtime.sequence import RunningStack, opened
+from boltmesh.strategies.tensor.runtime.sequence import (
+    RunningStack,
+    opened,
+    with_argument,
+    with_output,
+)
 from boltmesh.strategies.torch_compat.autograd import unrecorded
 from boltmesh.strategies.torch_compat.tensors import is_fake, tree_leaves
 
@@ -111,7 +121,10 @@ class Verified:
         """Whether a signature that differs in sizes of one element alone may run divided."""
         known = self.with_gradient | self.forward_only
         wanted = without_sizes(signature)
-        return any(is_right and without_sizes(each) == wanted for each, is_right in known.items())
+        return any(
+            is_right and (without_sizes(each) if self.has_sizes else each) == wanted
+            for each, is_right in known.items()
+        )
 
     def leave_out_sizes(self) -> None:
         """Ignore from now on which dims have one element."""
@@ -167,6 +180,8 @@ class SignatureGuard:
     """Why the block cannot be verified alone: other modules are divided together with it."""
     stack: RunningStack | None = None
     """The stack if activations are divided along the sequence around this block."""
+    passed: Sequence[PassedTensor] = ()
+    """Divided tensors that the block takes and returns; any other is replicated."""
     originals: Sequence[Original] = ()
     """Attributes of the block's modules before the plan was applied."""
     is_coupled: bool = False
@@ -287,6 +302,10 @@ class SignatureGuard:
         """Run the block as one process would, on this rank. Collective over the group."""
         if self.stack is not None:
             args, kwargs = self.stack.with_whole_sequence(args, kwargs)
+        for passed in self.passed:
+            if not passed.is_output and passed.place is not None:
+                join = self._on_tensor(gather_parts, passed.dim)
+                args, kwargs = with_argument(args, kwargs, passed.place, join)
         with ExitStack() as context:
             context.enter_context(originals_restored(self.originals))
             views: dict[str, dict[str, Tensor | None]] = {}
@@ -302,7 +321,19 @@ class SignatureGuard:
                     context.callback(setattr, each, "gradient_checkpointing", True)
                     vars(each)["gradient_checkpointing"] = False
             output = self.block.forward(*args, **kwargs)
+        output = self._with_passed(output, take_part)
         return output if self.stack is None else self.stack.with_own_part(output)
+
+    def _with_passed(self, output: Any, change: Callable[..., Tensor]) -> Any:
+        """Return an output with the divided tensors in it joined, or with this rank's part."""
+        for each in self.passed:
+            if each.is_output:
+                point = ExitPoint(self.name, each.place)
+                output = with_output(output, point, self._on_tensor(change, each.dim))
+        return output
+
+    def _on_tensor(self, change: Callable[..., Tensor], dim: int) -> Callable[[Any], Any]:
+        return lambda value: change(value, self.group, dim) if isinstance(value, Tensor) else value
 
     # Verification.
 
@@ -332,7 +363,7 @@ class SignatureGuard:
         copies = _Copies()
         with copies:
             args, kwargs = copy.deepcopy((args, kwargs))
-        output = run(*args, **kwargs)
+        output = self._with_passed(run(*args, **kwargs), gather_parts)
         if self.stack is not None:
             output = self.stack.with_joined_output(output)
         values = [each for each in tree_leaves(output) if isinstance(each, Tensor)]

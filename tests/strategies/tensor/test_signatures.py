@@ -56,10 +56,13 @@ class Scaling(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(
-        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | float = 0.0
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | list[Tensor] | float = 0.0,
     ) -> Tensor:
         self.calls += 1
-        hidden = self.up(x) + shift
+        hidden = self.up(x) + (shift[0] if isinstance(shift, list) else shift)
         if scale is not None:
             hidden = hidden * (scale + torch.arange(hidden.shape[-1]))
         return x + self.dropout(self.down(hidden.tanh()))
@@ -122,18 +125,19 @@ def test_a_path_of_evaluation_is_verified_before_it_counts() -> None:
 
 
 class Stacked(LightningModule):
-    def __init__(self, *, shares: bool) -> None:
+    def __init__(self, *, shares: bool, in_list: bool) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, 12)
         self.last = nn.Linear(12, WIDTH)
         self.blocks = nn.ModuleList(Scaling() for _ in range(3))
-        self.shares = shares
+        self.shares, self.in_list = shares, in_list
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.first(batch["x"])
         x = self.last(hidden)
         for block in self.blocks:
-            x = block(x, batch.get("scale"), *([hidden] if self.shares else []))
+            shift = [hidden] if self.in_list else hidden
+            x = block(x, batch.get("scale"), *([shift] if self.shares else []))
         return x.square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -141,10 +145,10 @@ class Stacked(LightningModule):
 
 
 def train(
-    rank: int, world_size: int, shares: bool
+    rank: int, world_size: int, shares: bool, in_list: bool = False
 ) -> tuple[list[float], list[float], list[str], list[str]]:
     seed_everything(1, verbose=False)
-    module, losses = Stacked(shares=shares), Losses()
+    module, losses = Stacked(shares=shares, in_list=in_list), Losses()
     batches: list[dict[str, Tensor]] = [{"x": torch.randn(5, WIDTH)} for _ in range(4)]
     batches[1]["scale"] = batches[3]["scale"] = torch.tensor(0.5)
     strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"
@@ -162,9 +166,10 @@ def train(
 
 
 @pytest.mark.ranks
-def test_a_block_that_would_be_wrong_for_a_later_batch_runs_whole_for_it() -> None:
-    wanted, calls, _, _ = run_ranks(train, 1, False)[0]
-    results = run_ranks(train, 2, False)
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "takes a divided tensor"])
+def test_a_block_that_would_be_wrong_for_a_later_batch_runs_whole_for_it(shares: bool) -> None:
+    wanted, calls, _, _ = run_ranks(train, 1, shares)[0]
+    results = run_ranks(train, 2, shares)
     for losses, counted, _, sharded in results:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert counted == calls
@@ -176,6 +181,6 @@ def test_a_block_that_would_be_wrong_for_a_later_batch_runs_whole_for_it() -> No
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_a_block_that_shares_what_is_divided_refuses_a_later_batch() -> None:
+def test_a_block_that_takes_a_divided_tensor_in_a_list_refuses_a_later_batch() -> None:
     with pytest.raises(RankFailure, match="cannot be verified again in the run, because blocks"):
-        run_ranks(train, 2, True)
+        run_ranks(train, 2, True, True)
