@@ -19,9 +19,10 @@ is written while training advances; an idle rank reads one number every few seco
 
 import contextlib
 import hashlib
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Final, NamedTuple
@@ -265,6 +266,11 @@ class KnownOrder:
             self._next.clear()
         self._next[self._place] = event
 
+    @property
+    def expected(self) -> int | None:
+        """The known continuation of this place."""
+        return self._next.get(self._place)
+
     def matches_last(self, event: int) -> bool:
         """Return whether an event followed this place last; advance by it if it did."""
         if self._next.get(self._place) != event:
@@ -287,6 +293,8 @@ PATIENCE_S: Final = 10.0
 _REMEMBERED_EVENTS: Final = 1 << 16
 """On a GPU the host runs ahead of a gather that never completes, by at most a few steps."""
 
+_NUMBER: Final = re.compile(r"\d+")
+
 _EVALUATION: Final = 1
 """The place at which each evaluation batch begins."""
 
@@ -307,6 +315,8 @@ class OrderCheck:
             paired with a gather; on the CPU, so that it waits for no kernel.
         is_synchronized: Whether another mechanism makes all ranks gather the same just now, so
             that nothing is compared. Equal on all ranks.
+        completes: Whether a reduction includes parameters of a unit that have a gradient on other
+            ranks alone, such as experts.
         patience_s: In place of PATIENCE_S.
         on_stuck: See ``FailureBoard``.
     """
@@ -316,6 +326,7 @@ class OrderCheck:
         group: ProcessGroup,
         *,
         is_synchronized: Callable[[], bool] = lambda: False,
+        completes: bool = True,
         patience_s: float | None = None,
         on_stuck: Callable[[BoltMeshError], None] = lambda _: None,
     ) -> None:
@@ -325,6 +336,9 @@ class OrderCheck:
         self._group = group
         self._order = KnownOrder()
         self._events: dict[tuple[str, ...], CollectiveEvent] = {}
+        self._reduced: dict[int | None, tuple[str, set[str]]] = {}
+        """Unit and parameters of each reduction, by the key of its event."""
+        self._completes = completes
         # A ring, whole from the beginning, so that a long run does not grow by it.
         self._history: list[CollectiveEvent | None] = [None] * _REMEMBERED_EVENTS
         self._count = 0
@@ -406,13 +420,25 @@ class OrderCheck:
             event = self._history[index % _REMEMBERED_EVENTS]
             return None if event is None else event.text
 
-    def _before_reduction(self, named: str, reduced: Sequence[str], missing: Sequence[str]) -> None:
-        key = (named, *reduced)
+    def _before_reduction(
+        self, named: str, reduced: Sequence[str], missing: Sequence[str]
+    ) -> Collection[str]:
+        """Record a reduction; return the parameters without a gradient that it includes."""
+        added: set[str] = set()
+        if missing and self._completes:  # siblings (experts.3.weight), and what was reduced before
+            families = {_NUMBER.sub("", each) for each in reduced}
+            added = {each for each in missing if _NUMBER.sub("", each) in families}
+            unit, expected = self._reduced.get(self._order.expected, ("", set()))
+            if unit == named and {*reduced, *added} <= expected <= {*reduced, *missing}:
+                added = expected - {*reduced}
+        key = (named, *sorted({*reduced, *added}))
         event = self._events.get(key)
         if event is None:
-            text = f"reduced the gradients of {named}"
-            event = self._event(f"{text} without {first_of(missing)}" if missing else text, key=key)
+            text, absent = f"reduced the gradients of {named}", sorted({*missing} - added)
+            event = self._event(f"{text} without {first_of(absent)}" if absent else text, key=key)
+            self._reduced[event.key] = named, {*reduced, *added}
         self._record(event)
+        return added
 
     def _before_batch(self, module: Module, inputs: object) -> None:
         if self._is_synchronized():

@@ -139,7 +139,12 @@ class ZeroAxis(DataAxis):
         group = self.strategy.new_group(self.strategy.gradient_axes, backend="gloo")
         assert group is not None
         is_synchronized = model.joined_gathers.is_announced
-        guard = OrderCheck(group, is_synchronized=is_synchronized, on_stuck=self._fail)
+        guard = OrderCheck(
+            group,
+            is_synchronized=is_synchronized,
+            completes=not self.options.has_offload,  # which takes gradients away one by one
+            on_stuck=self._fail,
+        )
         guard.attach(model.units, model.root)
         for weight in model.tiled:
             weight.note = guard.record

@@ -16,7 +16,7 @@ If a callback of a phase in brackets returns true, the rest of the line is skipp
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +47,11 @@ from boltmesh.strategies.torch_compat.autograd import (
 from boltmesh.strategies.torch_compat.fsdp import parameter_groups, unsharded_parameter
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
+BeforeReduction = Callable[[list[str], list[str]], Container[str]]
+"""Called with the names of the parameters whose gradients are reduced, and of those that require a
+gradient and have none. Returns those of the latter that are reduced too, as other ranks may have
+a gradient; see [Note: Parameters without a gradient on some ranks]."""
+
 
 @dataclass
 class Phases:
@@ -59,9 +64,7 @@ class Phases:
     keep_gathered: list[Callable[[], bool]] = field(default_factory=list)
     is_early: list[Callable[[], bool]] = field(default_factory=list)
     """FSDP2 then returns to the unit, at the latest at the end of the backward pass."""
-    before_reduction: list[Callable[[list[str], list[str]], None]] = field(default_factory=list)
-    """Called with the names of the parameters whose gradients are reduced, and of those that
-    require a gradient and have none."""
+    before_reduction: list[BeforeReduction] = field(default_factory=list)
     after_reduction: list[Callable[[], None]] = field(default_factory=list)
     """Called after a reduction that failed, too."""
     before_reshard: list[Callable[[], None]] = field(default_factory=list)
@@ -82,6 +85,8 @@ class InstrumentedParamGroup(FSDPParamGroup):
     """Whether the unsharded parameters exist, perhaps without memory."""
     is_reducing = False
     """Whether gradients of the unsharded parameters are being reduced."""
+    _filled: list[Any]
+    """Parameters without a gradient on this rank that are reduced with those of other ranks."""
     _is_reached = False
     """Whether the backward pass has reached the unit, so that a gather is no prefetch."""
     _is_needed_again = False
@@ -136,7 +141,7 @@ class InstrumentedParamGroup(FSDPParamGroup):
         if self.reduce_grads:
             reduced, missing = self._split_by_gradient()
             for before_reduction in self.phases.before_reduction if reduced else ():
-                before_reduction(reduced, missing)
+                self._fill(before_reduction(reduced, missing))
         try:
             super().post_backward(*unused)
         finally:
@@ -183,6 +188,8 @@ class InstrumentedParamGroup(FSDPParamGroup):
     def finalize_backward(self) -> None:
         with self.phases.wait():
             self._drop(super().finalize_backward)
+        if self._filled:
+            self._take_away_filled()
 
     @override
     def _reset_iter_state(self) -> None:  # new in torch 2.13
@@ -194,6 +201,37 @@ class InstrumentedParamGroup(FSDPParamGroup):
         for param in self.fsdp_params if is_pending else ():
             for gather_dropped in self.phases.gather_dropped:
                 gather_dropped(local_tensor(param.sharded_param))
+
+    def _fill(self, names: Container[str]) -> None:
+        """Give parameters without a gradient one of negative zeros.
+
+        [Note: Parameters without a gradient on some ranks]
+        All ranks have to reduce the same gradients, and an expert may get rows on some ranks
+        alone. A sum is negative zero if all of its terms are, so a shard of nothing else means
+        that no rank had a gradient: then it is taken away again, and an optimizer leaves the
+        parameter alone, as in one process. Products and sums of gradients give positive zeros.
+        """
+        for param in self.fsdp_params:
+            unsharded = unsharded_parameter(param)
+            if unsharded is None or unsharded.grad is not None or not unsharded.requires_grad:
+                continue
+            if (param._param_fqn or "") in names:
+                unsharded.grad = torch.full_like(unsharded, -0.0)
+                if param.sharded_param.grad is None:
+                    self._filled.append(param)
+
+    def _take_away_filled(self) -> None:
+        """Take away gradients of parameters for which no rank had one."""
+        waiting = []
+        for param in self._filled:
+            gradient = param.sharded_param.grad
+            if gradient is None:  # with replicas, until the last micro-batch
+                waiting.append(param)
+                continue
+            shard = local_tensor(gradient)
+            if shard.numel() and bool(((shard == 0) & shard.signbit()).all()):
+                param.sharded_param.grad = None
+        self._filled = waiting
 
     def _split_by_gradient(self) -> tuple[list[str], list[str]]:
         reduced: list[str] = []
@@ -231,6 +269,7 @@ def instrument(unit: FSDPModule) -> list[InstrumentedParamGroup]:
         if not isinstance(group, InstrumentedParamGroup):
             group.__class__ = InstrumentedParamGroup
             group.phases = Phases(after_gather=[partial(_share_hooks, group)])
+            group._filled = []
     return groups
 
 
@@ -295,7 +334,7 @@ def intercept_collectives(
     unit: FSDPModule,
     *,
     before_gather: Callable[[], None],
-    before_reduction: Callable[[list[str], list[str]], None],
+    before_reduction: BeforeReduction,
 ) -> None:
     """Add callbacks for each gather and each reduction of a unit; see Phases."""
     for group in instrument(unit):

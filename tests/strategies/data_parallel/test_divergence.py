@@ -47,15 +47,15 @@ class Net(nn.Module):
         return self.head(x).sum()
 
 
-class Experts(nn.Module):
+class Branches(nn.Module):
     """One unit with several parameters, of which a call uses some."""
 
     def __init__(self):
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, which):
-        return self.experts[which](x)
+        return getattr(self, which)(x)
 
 
 class Job:
@@ -68,7 +68,7 @@ class Job:
         self.net = Net() if model is None else model
         self.units = units = {}
         for name, unit in self.net.named_modules():
-            if name.startswith("layers.") or isinstance(unit, Experts):
+            if name.startswith("layers.") or isinstance(unit, Branches):
                 units[name] = fully_shard(unit, mesh=mesh, reshard_after_forward=stage == 3)
         units[""] = fully_shard(
             self.net, mesh=mesh, reshard_after_forward=None if stage == 3 else False
@@ -234,7 +234,7 @@ def test_gathers_ahead_of_their_use_are_compared_where_they_happen():
         assert "DivergenceError" in said
 
 
-def experts_worker(rank, world_size, choices):
+def branches_worker(rank, world_size, choices):
     job = Job(model=Chooser())
 
     def run():
@@ -245,11 +245,11 @@ def experts_worker(rank, world_size, choices):
 
 
 class Chooser(nn.Module):
-    """A model whose one block runs one of its experts."""
+    """A model whose one block runs one of its branches."""
 
     def __init__(self):
         super().__init__()
-        self.block = Experts()
+        self.block = Branches()
 
     def forward(self, x, which):
         return self.block(x, which)
@@ -257,17 +257,18 @@ class Chooser(nn.Module):
 
 @pytest.mark.full
 def test_parts_of_one_unit_are_told_apart_though_their_gradients_have_one_size():
-    for said in run_ranks(experts_worker, 2, [(0, 0), (1, 1), (0, 1)]):
+    steps = [("left", "left"), ("right", "right"), ("left", "right")]
+    for said in run_ranks(branches_worker, 2, steps):
         assert (
             "Ranks issued different collectives: rank 1 reduced the gradients of 'block' without"
             in said
         )
-    first = run_ranks(experts_worker, 2, [(0, 1)])
+    first = run_ranks(branches_worker, 2, [("left", "right")])
     for said in first:
         assert (
-            "rank 1 reduced the gradients of 'block' without block.experts.0.weight, "
-            "block.experts.0.bias while rank 0 reduced the gradients of 'block' without "
-            "block.experts.1.weight, block.experts.1.bias" in said
+            "rank 1 reduced the gradients of 'block' without block.left.bias, block.left.weight "
+            "while rank 0 reduced the gradients of 'block' without block.right.bias, "
+            "block.right.weight" in said
         )
 
 

@@ -1,0 +1,112 @@
+"""Experts that get rows on some ranks alone train under ZeRO as in one process.
+
+Switch Transformers of Hugging Face run an expert only if a token was sent to it.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from boltmesh.strategies import ZeROStrategy, gathered_parameters
+from tests.support.ranks import RankFailure, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+WIDTH, EXPERTS, ROWS, BATCHES = 8, 6, 3, 16
+"""So few rows that experts get none on one rank, and on all of them."""
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH))
+            for _ in range(EXPERTS)
+        )
+        self.gain = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, is_large: bool) -> Tensor:
+        share, chosen = self.router(x).softmax(-1).max(-1)
+        output = self.gain(x) if is_large else x
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                output = output.index_add(0, rows, expert(x[rows]) * share[rows, None])
+        return x + output
+
+
+class Routed(LightningModule):
+    """Behind the first step, only large batches use ``gain``, which has no siblings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixture() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        is_large = self.global_step == 0 or bool(batch.norm() > 5)
+        for block in self.blocks:
+            batch = block(batch, is_large)
+        return self.head(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        # A gradient of zeros and none at all differ, by weight decay and momentum.
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.3, eps=1e-4)
+
+
+Values = dict[str, Tensor]
+
+
+def train(
+    rank: int, world_size: int, micro_batches: int, options: dict[str, Any]
+) -> tuple[Values, int]:
+    seed_everything(1, verbose=False)
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(BATCHES)]
+    module = Routed()
+    Trainer(
+        accelerator="cpu", devices=world_size, max_epochs=1, logger=False,
+        strategy=ZeROStrategy(telemetry=False, **options) if options else "auto",
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, accumulate_grad_batches=micro_batches,
+    ).fit(module, DataLoader(batches[rank::world_size], batch_size=None))  # type: ignore[arg-type]  # fmt: skip
+    optimizer = module.optimizers()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    with gathered_parameters(module) as whole:
+        return {name: each.detach().clone() for name, each in whole.items()}, len(optimizer.state)
+
+
+@pytest.mark.sample("3", "2, accumulating")
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "options"),
+    [
+        pytest.param(2, 1, {"stage": 1}, id="1"),
+        pytest.param(2, 1, {"stage": 2}, id="2"),
+        pytest.param(2, 1, {"stage": 3}, id="3"),
+        pytest.param(2, 2, {"stage": 2}, id="2, accumulating"),
+        pytest.param(2, 2, {"stage": 3}, id="3, accumulating"),
+        pytest.param(4, 1, {"stage": 3, "shard_size": 2}, id="3, replicated"),
+        pytest.param(4, 2, {"stage": 3, "shard_size": 2}, id="3, replicated, accumulating"),
+    ],
+)
+def test_experts_without_rows_on_some_ranks_train_as_in_one_process(
+    ranks: int, micro_batches: int, options: dict[str, Any]
+) -> None:
+    ((one, num_states),) = run_ranks(train, 1, ranks * micro_batches, {})
+    for found, count in run_ranks(train, ranks, micro_batches, options):
+        assert count == num_states  # an optimizer has none of what no step uses
+        for name, value in one.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.full
+def test_with_offload_they_end_the_run_with_both_calls_named() -> None:
+    options = {"stage": 2, "offload_optimizer": "cpu"}
+    with pytest.raises(RankFailure, match="Ranks issued different collectives: rank"):
+        run_ranks(train, 2, 1, options)
