@@ -64,7 +64,7 @@ def test_a_job_that_offloads_nothing_writes_nothing(recorder):
     recorder.begin_loop(epoch=0, global_step=0)
     for number in range(5):
         run_step(recorder, number)
-    assert recorder._file._sequences["offload"] == 0
+    assert recorder._file.sequences["offload"] == 0
     assert snapshot().ranks[0].offload == ()
 
 
@@ -102,7 +102,7 @@ def test_batches_of_one_optimizer_step_make_one_record(recorder):
         recorder.offload("host", "read", MIB, 0.001)
         recorder.begin_batch(index=number, epoch=0)
         recorder.end_batch(global_step=(number + 1) // 3, loss=None, samples=1, tokens=None)
-    assert recorder._file._sequences["offload"] == 4
+    assert recorder._file.sequences["offload"] == 4
     (read,) = snapshot().ranks[0].offload
     assert read.bytes_per_step == 3 * MIB
 
