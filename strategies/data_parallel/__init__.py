@@ -8,7 +8,7 @@ before anything starts.
 
 ``param_state`` keeps gradients and buffers consistent with shards, ``param_remap`` optimizers and
 whatever else holds the author's parameters. ``uneven_inputs`` lets ranks evaluate different numbers
-of batches, ``order_check`` ends ranks that issue different collectives, ``cpu_collectives``
-overlaps collectives on the host.
+of batches, ``missing_gradients`` experts that got rows on some ranks alone; ``order_check`` ends
+ranks that issue different collectives, ``cpu_collectives`` overlaps collectives on the host.
 ``expected_memory`` and ``expected_traffic`` state what telemetry should measure.
 """

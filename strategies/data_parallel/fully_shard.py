@@ -58,7 +58,6 @@ from boltmesh.strategies.offload.state import Staging
 from boltmesh.strategies.parameter_access import register_units
 from boltmesh.strategies.patch import Around, Changes, patched
 from boltmesh.strategies.tiling.apply import TiledWeight, apply_tiling
-from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered, prepare_class
 from boltmesh.strategies.torch_compat.fsdp_hooks import (
     end_every_backward,
@@ -66,6 +65,7 @@ from boltmesh.strategies.torch_compat.fsdp_hooks import (
     keep_for_derivatives,
 )
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
+from boltmesh.strategies.torch_compat.modules import has_foreign_hooks
 from boltmesh.strategies.torch_compat.tensors import (
     check_writes_to_copies,
     is_composite,
@@ -334,7 +334,6 @@ class _Sharding:
             self._fully_shard(
                 block, block, not_here, is_freed=self._is_freed, is_cast=name in self.cast
             )
-        DirectCalls(block)
         self._stage(block, in_tiles)
 
     def cut_root(self) -> tuple[RootModule, ScalarParams]:
@@ -407,27 +406,25 @@ class _Sharding:
             each.cut(owner)
 
 
-class DirectCalls:
-    """Gathers a block whose ``forward`` is called by name, which runs no hooks.
+def gather_direct_calls(units: Mapping[str, FSDPModule]) -> Changes:
+    """Gather blocks whose ``forward`` is called by name, which runs no hooks, until it is undone.
 
-    SqueezeBert and HoVerNet of MONAI call their layers like that.
+    SqueezeBert of transformers and HoVerNet of MONAI call their layers like that. A block with
+    hooks of its own is left alone: by name, it runs without them.
     """
+    changes = Changes()
+    for name, unit in units.items():
+        assert isinstance(unit, Module)
+        if name:  # the root's is the step
+            changes.wrap(unit, partial(_gather_direct_call, unit))
+    return changes
 
-    def __init__(self, block: Module) -> None:
-        self._block = block
-        self._is_called = False
-        block.register_forward_pre_hook(self._note_call)
-        Changes().wrap(block, self)
 
-    def _note_call(self, *_: object) -> None:
-        self._is_called = True
-
-    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, with its hooks if they did not run."""
-        if not (self._is_called or is_in_backward()):  # which repeats a block that was called
-            return self._block(*args, **kwargs)
-        self._is_called = False
+def _gather_direct_call(unit: Module, forward: Around, *args: Any, **kwargs: Any) -> Any:
+    assert isinstance(unit, FSDPModule)
+    if is_gathered(unit) or has_foreign_hooks(unit):
         return forward(*args, **kwargs)
+    return Module.__call__(unit, *args, **kwargs)
 
 
 def _owned_params(

@@ -19,10 +19,9 @@ is written while training advances; an idle rank reads one number every few seco
 
 import contextlib
 import hashlib
-import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Final, NamedTuple
@@ -38,6 +37,7 @@ from torch.nn import Module
 from boltmesh.errors import BoltMeshError, DivergenceError, first_of
 from boltmesh.failure_board import FailureBoard
 from boltmesh.process import encodable
+from boltmesh.strategies.data_parallel.missing_gradients import MissingGradients, ZeroGradients
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.torch_compat.fsdp_hooks import intercept_collectives
 
@@ -251,7 +251,8 @@ class KnownOrder:
     because only an agreement changes it. So of two ranks that continue differently at most one
     takes the known continuation. The other one checks, gets no agreement from the ranks that wait
     in the known collective, and never enters theirs: no collective of one module is paired with
-    that of another.
+    that of another. Which parameters a reduction includes may follow from the known continuation,
+    see ``MissingGradients``: a rank then chooses between the same two.
 
     A place is a hash of all events since the last ``restart``.
     """
@@ -292,8 +293,6 @@ PATIENCE_S: Final = 10.0
 
 _REMEMBERED_EVENTS: Final = 1 << 16
 """On a GPU the host runs ahead of a gather that never completes, by at most a few steps."""
-
-_NUMBER: Final = re.compile(r"\d+")
 
 _EVALUATION: Final = 1
 """The place at which each evaluation batch begins."""
@@ -336,8 +335,7 @@ class OrderCheck:
         self._group = group
         self._order = KnownOrder()
         self._events: dict[tuple[str, ...], CollectiveEvent] = {}
-        self._reduced: dict[int | None, tuple[str, set[str]]] = {}
-        """Unit and parameters of each reduction, by the key of its event."""
+        self._missing = MissingGradients(group.group_name, len(self._ranks))
         self._completes = completes
         # A ring, whole from the beginning, so that a long run does not grow by it.
         self._history: list[CollectiveEvent | None] = [None] * _REMEMBERED_EVENTS
@@ -377,6 +375,7 @@ class OrderCheck:
         """Begin to compare, at the start of a run."""
         self._is_on, self._has_failed, self._is_evaluating = True, False, False
         self._order.restart(START)
+        self._missing.begin_run()
         with self._lock:  # a run that failed may have left ranks at different places
             self._count = 0
         self._watchdog.start()
@@ -394,6 +393,7 @@ class OrderCheck:
     def end_step(self) -> None:
         """Record an optimizer step; what follows is compared with what followed the last one."""
         self.record("ended an optimizer step")
+        self._missing.end_step()
         self._order.restart(START)
 
     def explain(self, error: BaseException) -> None:
@@ -422,23 +422,19 @@ class OrderCheck:
 
     def _before_reduction(
         self, named: str, reduced: Sequence[str], missing: Sequence[str]
-    ) -> Collection[str]:
+    ) -> ZeroGradients | None:
         """Record a reduction; return the parameters without a gradient that it includes."""
-        added: set[str] = set()
-        if missing and self._completes:  # siblings (experts.3.weight), and what was reduced before
-            families = {_NUMBER.sub("", each) for each in reduced}
-            added = {each for each in missing if _NUMBER.sub("", each) in families}
-            unit, expected = self._reduced.get(self._order.expected, ("", set()))
-            if unit == named and {*reduced, *added} <= expected <= {*reduced, *missing}:
-                added = expected - {*reduced}
-        key = (named, *sorted({*reduced, *added}))
+        zeros: set[str] = set()
+        if missing and self._completes and self._is_on and not self._is_synchronized():
+            zeros = self._missing.to_include(named, reduced, missing, self._order.expected)
+        key = (named, *sorted({*reduced, *zeros}))
         event = self._events.get(key)
         if event is None:
-            text, absent = f"reduced the gradients of {named}", sorted({*missing} - added)
+            text, absent = f"reduced the gradients of {named}", sorted({*missing} - zeros)
             event = self._event(f"{text} without {first_of(absent)}" if absent else text, key=key)
-            self._reduced[event.key] = named, {*reduced, *added}
+            self._missing.learn(event.key, named, key[1:])
         self._record(event)
-        return added
+        return self._missing.note(self._count, zeros) if zeros else None
 
     def _before_batch(self, module: Module, inputs: object) -> None:
         if self._is_synchronized():

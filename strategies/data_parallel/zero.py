@@ -21,7 +21,12 @@ from typing_extensions import override
 from boltmesh.strategies import grad_norm
 from boltmesh.strategies.data_parallel.expected_memory import held_tensors
 from boltmesh.strategies.data_parallel.expected_traffic import ZeroEstimate
-from boltmesh.strategies.data_parallel.fully_shard import ShardedModel, open_staging, shard_model
+from boltmesh.strategies.data_parallel.fully_shard import (
+    ShardedModel,
+    gather_direct_calls,
+    open_staging,
+    shard_model,
+)
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.order_check import OrderCheck
 from boltmesh.strategies.data_parallel.param_state import (
@@ -46,6 +51,7 @@ from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.owner_exchange import Exchange, ShardedPartExchange, ShardExchange
+from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.torch_compat.autograd import after_backward
 from boltmesh.strategies.torch_compat.fsdp import forget_step
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
@@ -72,6 +78,7 @@ class ZeroAxis(DataAxis):
         """None before a module is wrapped."""
         self._guard: OrderCheck | None = None
         self._stale: EarlyZeroGrad | None = None
+        self._direct_calls = Changes()
         self._offload: OffloadEngine | None = None
         self.overflow = OverflowAgreement()
         """Shares fp16 overflows between ranks, where the loss is scaled."""
@@ -127,6 +134,7 @@ class ZeroAxis(DataAxis):
         sharded.root_unit.set_reshard_after_backward(is_automatic, recurse=False)
         if not is_automatic:
             follow_toggles(module, self._follow_shards)
+        self._direct_calls = gather_direct_calls(sharded.units)
         if self._guard is not None:
             self._guard.start()
         self.overflow.begin(context.scaler, context.group)
@@ -442,6 +450,11 @@ class ZeroAxis(DataAxis):
         run = partial(model.joined_gathers.generate, run)
         with torch.no_grad():
             return run() if model.root.is_running else model.run_outside_of_steps(run)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._direct_calls.undo()  # before what was wrapped earlier
 
     @override
     def release(self) -> None:

@@ -118,7 +118,7 @@ def _passed(analysis: Analysis, choice: Selection) -> dict[str, tuple[PassedTens
     crossing: dict[str, set[int]] = {block: set() for block in analysis.blocks}
     for step in trace.steps:
         for operand in step.inputs:
-            if operand.parameter is None and axes_of(operand.dims, followed):
+            if axes_of(operand.dims, followed):
                 before = made.get(operand.key, step.modules)
                 for block in ({*before} ^ {*step.modules}) & crossing.keys():
                     crossing[block].add(operand.key)

@@ -79,7 +79,7 @@ def _planned(block: str, plan: TensorPlan) -> tuple[Any, ...]:
         tuple(name.removeprefix(start) for name in each if name.startswith(start))
         for each in (plan.partial, plan.boundaries, plan.fed, plan.local_dropouts)
     ]
-    return tuple(sharded), tuple(names)
+    return tuple(sharded), tuple(names), plan.passed.get(block, ())
 
 
 class BlockShapes:

@@ -125,6 +125,7 @@ def forget_step(root: FSDPModule) -> None:
 
 
 def _forget_gradients(group: Any) -> None:
+    vars(group).get("_filled", {}).clear()
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
         if (unsharded := unsharded_parameter(param)) is not None:

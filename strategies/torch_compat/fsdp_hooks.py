@@ -16,11 +16,11 @@ If a callback of a phase in brackets returns true, the rest of the line is skipp
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,10 +47,20 @@ from boltmesh.strategies.torch_compat.autograd import (
 from boltmesh.strategies.torch_compat.fsdp import parameter_groups, unsharded_parameter
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
-BeforeReduction = Callable[[list[str], list[str]], Container[str]]
+
+class FilledGradients(Protocol):
+    """Parameters without a gradient on this rank that a reduction includes."""
+
+    names: Collection[str]
+
+    @property
+    def without_any(self) -> set[str]:
+        """Those for which no rank has a gradient. Read once the reduction has ended."""
+
+
+BeforeReduction = Callable[[list[str], list[str]], FilledGradients | None]
 """Called with the names of the parameters whose gradients are reduced, and of those that require a
-gradient and have none. Returns those of the latter that are reduced too, as other ranks may have
-a gradient; see [Note: Parameters without a gradient on some ranks]."""
+gradient and have none. Returns those of the latter that are reduced too."""
 
 
 @dataclass
@@ -85,8 +95,8 @@ class InstrumentedParamGroup(FSDPParamGroup):
     """Whether the unsharded parameters exist, perhaps without memory."""
     is_reducing = False
     """Whether gradients of the unsharded parameters are being reduced."""
-    _filled: list[Any]
-    """Parameters without a gradient on this rank that are reduced with those of other ranks."""
+    _filled: dict[Any, list[FilledGradients]]
+    """Parameters that had no gradient on this rank since their shards had none, and where."""
     _is_reached = False
     """Whether the backward pass has reached the unit, so that a gather is no prefetch."""
     _is_needed_again = False
@@ -202,36 +212,34 @@ class InstrumentedParamGroup(FSDPParamGroup):
             for gather_dropped in self.phases.gather_dropped:
                 gather_dropped(local_tensor(param.sharded_param))
 
-    def _fill(self, names: Container[str]) -> None:
-        """Give parameters without a gradient one of negative zeros.
-
-        [Note: Parameters without a gradient on some ranks]
-        All ranks have to reduce the same gradients, and an expert may get rows on some ranks
-        alone. A sum is negative zero if all of its terms are, so a shard of nothing else means
-        that no rank had a gradient: then it is taken away again, and an optimizer leaves the
-        parameter alone, as in one process. Products and sums of gradients give positive zeros.
-        """
+    def _fill(self, filled: FilledGradients | None) -> None:
+        """Give parameters that other ranks may have a gradient of a gradient of zeros."""
         for param in self.fsdp_params:
             unsharded = unsharded_parameter(param)
-            if unsharded is None or unsharded.grad is not None or not unsharded.requires_grad:
+            if unsharded is None or not unsharded.requires_grad:
                 continue
-            if (param._param_fqn or "") in names:
-                unsharded.grad = torch.full_like(unsharded, -0.0)
+            if param.unsharded_accumulated_grad is not None or unsharded.grad is not None:
+                self._filled.pop(param, None)
+            elif filled is not None and (param._param_fqn or "") in filled.names:
+                unsharded.grad = torch.zeros_like(unsharded)
                 if param.sharded_param.grad is None:
-                    self._filled.append(param)
+                    self._filled.setdefault(param, []).append(filled)
+        if any(each.unsharded_accumulated_grad is not None for each in self.fsdp_params):
+            for param in self.fsdp_params:  # gradients of one reduction have one dtype
+                if param.unsharded_accumulated_grad is None and hasattr(param, "_unsharded_param"):
+                    param.to_accumulated_grad_if_needed()
 
     def _take_away_filled(self) -> None:
         """Take away gradients of parameters for which no rank had one."""
-        waiting = []
-        for param in self._filled:
-            gradient = param.sharded_param.grad
-            if gradient is None:  # with replicas, until the last micro-batch
-                waiting.append(param)
-                continue
-            shard = local_tensor(gradient)
-            if shard.numel() and bool(((shard == 0) & shard.signbit()).all()):
+        # With replicas, shards have a gradient from the last micro-batch on.
+        ended = [param for param in self._filled if param.sharded_param.grad is not None]
+        if ended and self.device.type != "cpu":
+            self.device_handle.current_stream().synchronize()  # other ranks have begun the same
+        for param in ended:
+            if all(
+                (param._param_fqn or "") in each.without_any for each in self._filled.pop(param)
+            ):
                 param.sharded_param.grad = None
-        self._filled = waiting
 
     def _split_by_gradient(self) -> tuple[list[str], list[str]]:
         reduced: list[str] = []
@@ -269,7 +277,7 @@ def instrument(unit: FSDPModule) -> list[InstrumentedParamGroup]:
         if not isinstance(group, InstrumentedParamGroup):
             group.__class__ = InstrumentedParamGroup
             group.phases = Phases(after_gather=[partial(_share_hooks, group)])
-            group._filled = []
+            group._filled = {}
     return groups
 
 

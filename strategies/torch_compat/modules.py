@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,6 +166,21 @@ _FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
 _BACKWARD_HOOKS = "_backward_pre_hooks", "_backward_hooks"
 
 
+def has_foreign_hooks(module: Module) -> bool:
+    """Whether a module has hooks of others than FSDP2 and boltmesh."""
+    hooks = [*hooks_of(module, on_outputs=True), *hooks_of(module, on_outputs=False)]
+    return not all(_module_of(hook).startswith(_OWN) for hook in hooks)
+
+
+_OWN = "boltmesh.", "torch.distributed."
+
+
+def _module_of(hook: Callable[..., Any]) -> str:
+    while isinstance(hook, partial) or hasattr(hook, "__wrapped__"):
+        hook = hook.func if isinstance(hook, partial) else hook.__wrapped__
+    return getattr(hook, "__module__", None) or ""
+
+
 def hooks_of(module: Module, *, on_outputs: bool) -> list[Callable[..., Any]]:
     """Return a module's hooks on outputs and gradients, or those before its forward."""
     kinds = ("_forward_hooks", *_BACKWARD_HOOKS) if on_outputs else ("_forward_pre_hooks",)
@@ -222,9 +238,8 @@ def needless_conversions_skipped() -> Iterator[None]:
     def apply(module: Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Module:
         with torch.no_grad():
             tensors = [*module.parameters(recurse), *module.buffers(recurse)]
-            pairs = [(each, convert(each)) for each in tensors]
-        if all((one.dtype, one.device) == (other.dtype, other.device) for one, other in pairs):
-            return module
+            if all(convert(each) is each for each in tensors):
+                return module
         converted: Module = original(module, convert, recurse)  # type: ignore[no-untyped-call]
         return converted
 

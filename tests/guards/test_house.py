@@ -8,7 +8,7 @@ import pytest
 from tests.guards.house import ROOT, Figure, Module, figures, source_modules
 
 MOST = {
-    "strategies-files": 263,
+    "strategies-files": 264,
     "strategies-lines": 69_800,
     "strategies-longest": 520,
     "tui-files": 124,
@@ -18,7 +18,7 @@ MOST = {
     "class-names-twice-inside": 0,
     "axis-tuples": 0,
     "os-exits": 1,
-    "one-importer": 99,
+    "one-importer": 100,
     "one-importer-small": 0,
 }
 

@@ -22,7 +22,6 @@ from boltmesh.strategies.tensor.plan import (
     ShardedParameter,
     Style,
     TensorPlan,
-    backend_of,
     backends_of_axes,
     block_around,
     block_of,
@@ -397,11 +396,10 @@ class _Application:
 
     def _depends_on(self, block: str) -> str | None:
         """Return what is divided together with a block, for a message; None if nothing is."""
-        for axis in self.plan.axes:
-            if block not in axis.blocks or len(axis.blocks) == 1:
-                continue
-            is_local = {backend_of(self.plan, each) for each in axis.blocks} == {"local"}
-            if not (is_local and self.plan.passed.get(block)):
+        others = {name for name in self.plan.boundaries if block_of(self.plan, name) != block}
+        for number, axis in enumerate(self.plan.axes):
+            is_known = self.backends[number] == "local" and bool(self.plan.passed.get(block))
+            if block in axis.blocks and len(axis.blocks) > 1 and (others or not is_known):
                 other = next(each for each in axis.blocks if each != block)
                 return f"{other} computes with the same divided dim"
         for name in self.plan.boundaries:

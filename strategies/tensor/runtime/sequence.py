@@ -374,14 +374,14 @@ def is_below(name: str, modules: Sequence[str]) -> bool:
 
 
 def with_output(output: Any, point: ExitPoint, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the output of a block with its sequence changed.
+    """Return the output of a module with the divided tensor at a place changed.
 
     Raises:
-        LayoutError: If the sequence is not at the planned place.
+        LayoutError: If there is none.
     """
     if point.place is None and isinstance(output, Tensor):
         return change(output)
-    if isinstance(point.place, int) and type(output) in {tuple, list}:
+    if isinstance(point.place, int) and type(output) in {tuple, list} and point.place < len(output):
         values = list(output)
         values[point.place] = change(values[point.place])
         return type(output)(values)
@@ -389,8 +389,9 @@ def with_output(output: Any, point: ExitPoint, change: Callable[[Tensor], Tensor
         output[point.place] = change(output[point.place])
         return output
     raise LayoutError(
-        f"'{point.module}' gave its sequence at {point.place!r} when the tensor plan was made, "
-        f"and gives a {type(output).__name__}. Set strategy.sequence_parallel=false."
+        f"'{point.module}' gave a divided tensor at {point.place!r} when the tensor plan was made, "
+        f"and gives a {type(output).__name__} without it. Give the same kind of value in every "
+        f"batch, or set strategy.sequence_parallel=false if it is true."
     )
 
 

@@ -261,6 +261,11 @@ class SignatureGuard:
         divided = any(opened(each)[1] is not None for each in tree_leaves((args, kwargs)))
         if divided or (self.stack is not None and self.stack.parts.is_of_context):
             return "its sequence is divided over a context axis while it runs"
+        for passed in self.passed:
+            place = passed.place
+            is_given = place in kwargs or (isinstance(place, int) and place < len(args))
+            if not (passed.is_output or is_given):
+                return "it takes a divided tensor, and not where it took one in the first batch"
         for each in (*args, *kwargs.values()):
             if callable(getattr(each, "get_seq_length", None)) and self._is_in_use(each):
                 return "its cache holds divided keys and values"

@@ -105,6 +105,73 @@ def pairs(number: int) -> Any:
     return {"input_ids": text(number)["input_ids"], "pixel_values": normal(number, ROWS, 3, 16, 16)}
 
 
+def translator(family: str, **options: Any) -> Any:
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[family](
+        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2,
+        num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, **options,
+    )  # fmt: skip
+    return Trained(transformers.AutoModelForSeq2SeqLM.from_config(config), own_loss)
+
+
+def switch() -> Any:
+    return translator(
+        "switch_transformers", num_experts=4, router_jitter_noise=0.0, encoder_sparse_step=2,
+        decoder_sparse_step=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+    )  # fmt: skip
+
+
+def nllb_moe() -> Any:
+    import transformers
+
+    config = transformers.NllbMoeConfig(
+        vocab_size=WORDS, d_model=16, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=24,
+        decoder_ffn_dim=24, encoder_attention_heads=2, decoder_attention_heads=2, num_experts=4,
+        encoder_sparse_step=2, decoder_sparse_step=2, max_position_embeddings=32, dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
+        pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
+        moe_token_dropout=0.0, router_jitter_noise=0.0,
+    )  # fmt: skip
+    return Trained(transformers.NllbMoeForConditionalGeneration(config), own_loss)
+
+
+def squeezebert() -> Any:
+    import transformers
+
+    config = transformers.SqueezeBertConfig(
+        vocab_size=WORDS, hidden_size=16, embedding_size=16, intermediate_size=24,
+        num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=32,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return Trained(transformers.SqueezeBertForMaskedLM(config), own_loss)
+
+
+def padded(number: int) -> Any:
+    """Every second batch has a mask: without padding, transformers leaves it out."""
+    batch = text(number)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -3:] = number % 2
+    return batch | {"attention_mask": mask}
+
+
+DEEPSEEK = {
+    "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4,
+}  # fmt: skip
+
+GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+
+QWEN_NEXT = {
+    "head_dim": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+    "num_experts": 4, "num_experts_per_tok": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+
+
 ENTRIES = [
     Entry(
         "transformers LlamaForCausalLM",
@@ -122,6 +189,29 @@ ENTRIES = [
     Entry("transformers SegformerForSemanticSegmentation", segformer, masks, microbatches=1),
     Entry("transformers WhisperForConditionalGeneration", whisper, speech),
     Entry("transformers CLIPModel", clip, pairs),
+    Entry(
+        "transformers T5ForConditionalGeneration, masks in some batches",
+        lambda: translator("t5"),
+        padded,
+    ),
+    Entry("transformers SwitchTransformersForConditionalGeneration", switch, text),
+    Entry("transformers NllbMoeForConditionalGeneration", nllb_moe, text),
+    Entry("transformers SqueezeBertForMaskedLM", squeezebert, text),
+    Entry(
+        "transformers DeepseekV3ForCausalLM",
+        lambda: Trained(causal("deepseek_v3", **DEEPSEEK), own_loss),
+        text,
+    ),
+    Entry(
+        "transformers GptOssForCausalLM",
+        lambda: Trained(causal("gpt_oss", **GPT_OSS), own_loss),
+        text,
+    ),
+    Entry(
+        "transformers Qwen3NextForCausalLM",
+        lambda: Trained(causal("qwen3_next", **QWEN_NEXT), own_loss),
+        text,
+    ),
     Entry("peft LoRA on Llama", lora, text),
     Entry("peft IA3 on Qwen2", ia3, text),
 ]
