@@ -464,3 +464,33 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "_pack_padded_sequence": _pack,
     "_pad_packed_sequence": _pad,
 }
+
+
+def with_fitting_sizes(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a split of a tensor without data, with sizes that add up.
+
+    Experts of JetMoe split rows by how many each of them gets. That is read from a tensor without
+    data, so the sizes are guesses; as many equal ones take their place.
+
+    Args:
+        name: Name of the function; only of splits the arguments change.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    given = dict(zip(("tensor", "sizes", "dim"), args, strict=False)) | kwargs
+    sizes = next((given[key] for key in _SIZES if isinstance(given.get(key), list | tuple)), None)
+    tensor = given.get("tensor")
+    if name not in _SPLITS or sizes is None or not isinstance(tensor, Tensor):
+        return args, kwargs
+    total = tensor.shape[given.get("dim", 0)]
+    if not is_fake(tensor) or sum(sizes) == total:
+        return args, kwargs
+    count = len(sizes)
+    even = [total // count + (number < total % count) for number in range(count)]
+    return (tensor, even), {"dim": given.get("dim", 0)}
+
+
+_SPLITS = frozenset({"split", "split_with_sizes"})
+_SIZES = "sizes", "split_size_or_sections", "split_sizes", "split_size"

@@ -470,6 +470,38 @@ class Converts(VisionTransformer):
         self.first, self.second = Router(4), Router(4)
 
 
+class Splitting(Attention):
+    """Splits rows by how many each expert gets, as JetMoe of transformers does."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__(heads)
+        self.router = nn.Linear(16, 3)
+        self.weight = nn.Parameter(torch.randn(3, 16, 16) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = super().forward(x).flatten(0, 1)
+        chosen = self.router(rows).argmax(-1)
+        order = chosen.argsort(stable=True)
+        counts = nn.functional.one_hot(chosen, 3).sum(0).tolist()
+        parts = rows[order].split(counts, dim=0)
+        given = torch.cat([part @ each for part, each in zip(parts, self.weight, strict=True)])
+        return x + torch.zeros_like(rows).index_add(0, order, given).view(x.shape)
+
+
+class Splits(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Splitting(4) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str) -> list[float]:
     seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
@@ -513,6 +545,8 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         "CallsForward-zero3",
         "Converts-tensor",
         "Converts-pipeline",
+        "Splits-tensor",
+        "Splits-pipeline",
     )
 )
 @pytest.mark.parametrize(
@@ -550,6 +584,8 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (CallsForward, "zero3"),
         (Converts, "tensor"),
         (Converts, "pipeline"),
+        (Splits, "tensor"),
+        (Splits, "pipeline"),
     ],
 )
 def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str) -> None:

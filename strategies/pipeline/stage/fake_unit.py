@@ -44,6 +44,7 @@ from boltmesh.strategies.torch_compat.tensors import (
     is_fake,
     make_fake,
     storage_key,
+    with_fitting_sizes,
 )
 
 MOST_READS = 10_000
@@ -190,6 +191,7 @@ class _Watch(TorchFunctionMode):
             return packed(args)
         if is_expert_product(name, args) and any(map(is_fake, args[:2])):
             return expert_product(args, kwargs)
+        args, kwargs = with_fitting_sizes(name, args, kwargs)
         if name not in SELECTIONS:
             return func(*args, **kwargs)
         try:

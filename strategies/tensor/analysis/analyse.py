@@ -39,6 +39,7 @@ from boltmesh.strategies.torch_compat.tensors import (
     schema_of,
     tree_leaves,
     tree_map_only,
+    with_fitting_sizes,
     written_or_viewed,
 )
 
@@ -171,7 +172,8 @@ class _FunctionsOnFakes(TorchFunctionMode):
             args = torch.full((), self.guess, dtype=read.dtype).expand(read.shape), *args[1:]
         elif args and writes_to_first(name_of(func)):
             self._lose_values(args[0], (args[1:], kwargs))
-        return func(*args, **(kwargs or {}))
+        args, kwargs = with_fitting_sizes(name_of(func), args, kwargs or {})
+        return func(*args, **kwargs)
 
     def _lose_values(self, written: object, given: Any) -> None:
         """Make a tensor with values a fake one if a fake one is written into it."""

@@ -163,6 +163,8 @@ DEEPSEEK = {
 
 GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
 
+JETMOE = {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+
 QWEN_NEXT = {
     "head_dim": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
     "num_experts": 4, "num_experts_per_tok": 2, "linear_num_key_heads": 2,
@@ -205,6 +207,11 @@ ENTRIES = [
     Entry(
         "transformers GptOssForCausalLM",
         lambda: Trained(causal("gpt_oss", **GPT_OSS), own_loss),
+        text,
+    ),
+    Entry(
+        "transformers JetMoeForCausalLM",
+        lambda: Trained(causal("jetmoe", **JETMOE), own_loss),
         text,
     ),
     Entry(
