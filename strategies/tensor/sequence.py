@@ -211,6 +211,11 @@ class Walk:
                 raise NoSequence(f"{where} has columns whose module takes other things as well")
         for operand in step.inputs:
             if operand.key not in self.divided and axes_of(operand.dims, self.tokens):
+                if not any(name.startswith(f"{step.module}.") for name in self.styles):
+                    raise NoSequence(
+                        f"{step.module} is whole on every rank, mostly because they do not divide "
+                        f"its heads, and computes with all tokens ({step.operator})"
+                    )
                 raise NoSequence(f"{where} adds something of all tokens")
         if step.operator in RANDOM and step.module not in self.drawing:
             self.drawing.append(step.module)
