@@ -65,7 +65,7 @@ from boltmesh.strategies.torch_compat.fsdp_hooks import (
     keep_for_derivatives,
 )
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
-from boltmesh.strategies.torch_compat.modules import has_foreign_hooks
+from boltmesh.strategies.torch_compat.modules import has_foreign_hooks, is_compiled
 from boltmesh.strategies.torch_compat.tensors import (
     check_writes_to_copies,
     is_composite,
@@ -415,7 +415,7 @@ def gather_direct_calls(units: Mapping[str, FSDPModule]) -> Changes:
     changes = Changes()
     for name, unit in units.items():
         assert isinstance(unit, Module)
-        if name:  # the root's is the step
+        if name and not is_compiled(unit):  # the root's is the step
             changes.wrap(unit, partial(_gather_direct_call, unit))
     return changes
 

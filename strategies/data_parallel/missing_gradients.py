@@ -8,10 +8,11 @@ ended, all ranks have entered it, and what each of them noted is there. A rank t
 not use the store.
 """
 
+import hashlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Any, Final, cast
 
 import msgspec
 from torch._C._distributed_c10d import Store
@@ -28,13 +29,24 @@ class ZeroGradients:
         keys: Prefix of the reduction's keys in the job's store.
         names: The parameters.
         num_ranks: How many ranks take part.
+        on_read: Called with this object before notes are read.
     """
 
-    def __init__(self, keys: str, names: Collection[str], num_ranks: int) -> None:
+    def __init__(
+        self,
+        keys: str,
+        names: Collection[str],
+        num_ranks: int,
+        on_read: Callable[["ZeroGradients"], None],
+    ) -> None:
         self.names = names
-        self._keys, self._num_ranks = keys, num_ranks
-        self._number = self._store.add("ranks", 1)
-        self._store.set(str(self._number), msgspec.json.encode(sorted(names)).decode())
+        self._keys, self._num_ranks, self._on_read = keys, num_ranks, on_read
+        text = msgspec.json.encode(sorted(names))
+        self._digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+        store = self._store
+        self._number = store.add("ranks", 1)
+        store.add(self._digest, 1)
+        store.set(str(self._number), text.decode())
 
     @property
     def _store(self) -> Store:
@@ -45,16 +57,22 @@ class ZeroGradients:
     @cached_property
     def without_any(self) -> set[str]:
         """The parameters for which no rank has a gradient. Read once the reduction has ended."""
-        store = self._store
-        if store.add("ranks", 0) < self._num_ranks:
+        self._on_read(self)
+        store, num_ranks = self._store, self._num_ranks
+        if store.add("ranks", 0) < num_ranks:
             return set()
-        noted = [store.get(str(number + 1)) for number in range(self._num_ranks)]
+        if store.add(self._digest, 0) == num_ranks:
+            return {*self.names}
+        keys = [str(number + 1) for number in range(num_ranks)]
+        is_bulk = cast("Any", store).has_extended_api()
+        noted = store.multi_get(keys) if is_bulk else map(store.get, keys)
         return set.intersection(*(msgspec.json.decode(each, type=set[str]) for each in noted))
 
     def forget(self) -> None:
-        """Remove this rank's note, which no rank will read any more."""
-        self._store.delete_key(str(self._number))
-        self._store.delete_key("ranks")
+        """Remove the notes, which no rank will read any more."""
+        store = self._store
+        for key in (str(self._number), self._digest, "ranks"):
+            store.delete_key(key)
 
 
 class MissingGradients:
@@ -69,13 +87,15 @@ class MissingGradients:
         self._name, self._num_ranks, self._run = name, num_ranks, 0
         self._reduced: dict[int | None, tuple[str, set[str]]] = {}
         """Unit and parameters of each reduction, by its key."""
-        self._noted: list[list[ZeroGradients]] = [[], [], []]
-        """Notes of the last optimizer steps, the newest last."""
+        self._unread: list[ZeroGradients] = []
+        self._read: list[ZeroGradients] = []
+        """Notes that were read since this rank noted something."""
+        self._old: list[ZeroGradients] = []
+        """Notes that this rank read before: all ranks have, once they began a later reduction."""
 
     def begin_run(self) -> None:
         """Begin a run, on all ranks."""
         self._run += 1
-        self._noted = [[], [], []]
 
     def learn(self, key: int, unit: str, names: Collection[str]) -> None:
         """Keep which parameters a reduction includes."""
@@ -108,13 +128,23 @@ class MissingGradients:
             number: Number of the reduction in the run, equal on all ranks.
             names: The parameters.
         """
+        self._old += self._read
+        self._read = []
         keys = f"boltmesh-zeros-{self._name}-{self._run}-{number}"
-        noted = ZeroGradients(keys, names, self._num_ranks)
-        self._noted[-1].append(noted)
+        noted = ZeroGradients(keys, names, self._num_ranks, self._forget_old)
+        self._unread.append(noted)
+        if len(self._unread) > _MOST_UNREAD:
+            self._old.append(self._unread.pop(0))
         return noted
 
-    def end_step(self) -> None:
-        """Forget what no rank reads any more: the notes of the step before the last one."""
-        for each in self._noted.pop(0):
+    def _forget_old(self, read: ZeroGradients) -> None:
+        for each in self._old:
             each.forget()
-        self._noted.append([])
+        self._old = []
+        self._read.append(read)
+        if read in self._unread:
+            self._unread.remove(read)
+
+
+_MOST_UNREAD: Final = 4096
+"""Notes are not read if the rank had a gradient in a later micro-batch."""

@@ -393,7 +393,6 @@ class OrderCheck:
     def end_step(self) -> None:
         """Record an optimizer step; what follows is compared with what followed the last one."""
         self.record("ended an optimizer step")
-        self._missing.end_step()
         self._order.restart(START)
 
     def explain(self, error: BaseException) -> None:

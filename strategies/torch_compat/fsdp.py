@@ -115,11 +115,11 @@ def forget_step(root: FSDPModule) -> None:
         state._state_ctx.post_backward_final_callback_queued = False
     for unit_state in state._state_ctx.all_states:
         for group in _groups_of_state(unit_state):
+            _forget_gradients(group)
             if not has_remedy:
                 group.finalize_backward()
                 group._training_state = TrainingState.IDLE
                 group._partial_reduce_output = None
-            _forget_gradients(group)
         if not has_remedy:
             unit_state._training_state = TrainingState.IDLE
 

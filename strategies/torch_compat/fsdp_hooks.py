@@ -196,6 +196,11 @@ class InstrumentedParamGroup(FSDPParamGroup):
 
     @override
     def finalize_backward(self) -> None:
+        if self.reduce_grads and any(self._split_by_gradient()[0]):
+            # A block that reentrant checkpoints ran again more than once: FSDP2 reduces the first.
+            state = self._training_state
+            self.post_backward()
+            self._training_state = state
         with self.phases.wait():
             self._drop(super().finalize_backward)
         if self._filled:
@@ -222,7 +227,7 @@ class InstrumentedParamGroup(FSDPParamGroup):
                 self._filled.pop(param, None)
             elif filled is not None and (param._param_fqn or "") in filled.names:
                 unsharded.grad = torch.zeros_like(unsharded)
-                if param.sharded_param.grad is None:
+                if param in self._filled or param.sharded_param.grad is None:
                     self._filled.setdefault(param, []).append(filled)
         if any(each.unsharded_accumulated_grad is not None for each in self.fsdp_params):
             for param in self.fsdp_params:  # gradients of one reduction have one dtype

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from boltmesh.strategies import ZeROStrategy, gathered_parameters
@@ -128,6 +129,60 @@ def test_experts_without_rows_on_some_ranks_train_as_in_one_process(
             assert count == num_states  # none of what no step uses
         for name, value in one.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=tolerance, msg=name)
+
+
+class Turns(LightningModule):
+    """Runs each block twice in reentrant checkpoints; odd batches use ``right`` in one turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList(Branches() for _ in range(2))
+
+    def training_step(self, batch: tuple[Tensor, int], batch_idx: int) -> Tensor:
+        x = self.first(batch[0])
+        for turn in range(2):
+            for block in self.blocks:
+                x = checkpoint(block, x, batch[1] > turn, use_reentrant=True)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, goes_right: bool) -> Tensor:
+        x = x + torch.tanh(self.experts[0](x))
+        return x + torch.tanh(self.experts[1](x)) if goes_right else x
+
+
+def train_in_turns(rank: int, world_size: int, stage: int) -> Values:
+    seed_everything(1, verbose=False)
+    generator = torch.Generator().manual_seed(3)
+    batches = [(torch.randn(ROWS, WIDTH, generator=generator), number % 2) for number in range(8)]
+    module = Turns()
+    Trainer(
+        accelerator="cpu", devices=world_size, max_epochs=1, logger=False,
+        strategy=ZeROStrategy(telemetry=False, stage=stage) if stage else "auto",
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, accumulate_grad_batches=2 // world_size,
+    ).fit(module, DataLoader(batches[rank::world_size], batch_size=None))  # type: ignore[arg-type]  # fmt: skip
+    with gathered_parameters(module) as whole:
+        return {name: each.detach().clone() for name, each in whole.items()}
+
+
+@pytest.mark.sample("3")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_blocks_that_reentrant_checkpoints_run_again_twice_in_a_step(stage: int) -> None:
+    (one,) = run_ranks(train_in_turns, 1, 0)
+    for found in run_ranks(train_in_turns, 2, stage):
+        for name, value in one.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.full
