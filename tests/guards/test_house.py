@@ -9,7 +9,7 @@ from tests.guards.house import ROOT, Figure, Module, figures, source_modules
 
 MOST = {
     "strategies-files": 264,
-    "strategies-lines": 69_800,
+    "strategies-lines": 70_000,
     "strategies-longest": 520,
     "tui-files": 124,
     "tui-longest": 520,
