@@ -105,20 +105,22 @@ def pairs(number: int) -> Any:
     return {"input_ids": text(number)["input_ids"], "pixel_values": normal(number, ROWS, 3, 16, 16)}
 
 
-def translator(family: str, **options: Any) -> Any:
+def translator(family: str, layers: int = 2, **options: Any) -> Any:
     import transformers
 
     config = transformers.CONFIG_MAPPING[family](
-        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2,
-        num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, **options,
+        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=layers,
+        num_decoder_layers=layers, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
+        **options,
     )  # fmt: skip
     return Trained(transformers.AutoModelForSeq2SeqLM.from_config(config), own_loss)
 
 
 def switch() -> Any:
     return translator(
-        "switch_transformers", num_experts=4, router_jitter_noise=0.0, encoder_sparse_step=2,
-        decoder_sparse_step=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+        "switch_transformers", layers=4, num_experts=4, router_jitter_noise=0.0,
+        encoder_sparse_step=2, decoder_sparse_step=2, num_sparse_encoder_layers=2,
+        num_sparse_decoder_layers=2,
     )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ def nllb_moe() -> Any:
     import transformers
 
     config = transformers.NllbMoeConfig(
-        vocab_size=WORDS, d_model=16, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=24,
+        vocab_size=WORDS, d_model=16, encoder_layers=4, decoder_layers=4, encoder_ffn_dim=24,
         decoder_ffn_dim=24, encoder_attention_heads=2, decoder_attention_heads=2, num_experts=4,
         encoder_sparse_step=2, decoder_sparse_step=2, max_position_embeddings=32, dropout=0.0,
         attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
