@@ -198,8 +198,8 @@ ENTRIES = [
         lambda: translator("t5"),
         padded,
     ),
-    Entry("transformers SwitchTransformersForConditionalGeneration", switch, text),
-    Entry("transformers NllbMoeForConditionalGeneration", nllb_moe, text),
+    Entry("transformers SwitchTransformersForConditionalGeneration", switch, text, has_unused=True),
+    Entry("transformers NllbMoeForConditionalGeneration", nllb_moe, text, has_unused=True),
     Entry("transformers SqueezeBertForMaskedLM", squeezebert, text),
     Entry(
         "transformers DeepseekV3ForCausalLM",
