@@ -200,7 +200,7 @@ ENTRIES = [
     ),
     Entry("transformers SwitchTransformersForConditionalGeneration", switch, text, has_unused=True),
     Entry("transformers NllbMoeForConditionalGeneration", nllb_moe, text, has_unused=True),
-    Entry("transformers SqueezeBertForMaskedLM", squeezebert, text),
+    Entry("transformers SqueezeBertForMaskedLM", squeezebert, text, has_unused=True),
     Entry(
         "transformers DeepseekV3ForCausalLM",
         lambda: Trained(causal("deepseek_v3", **DEEPSEEK), own_loss),
