@@ -3,7 +3,7 @@
 See [Note: Whole parameters at one owner].
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from boltmesh.strategies.checkpoint.chunks import DimDivision, OffloadedChunk
-from boltmesh.strategies.torch_compat.communication import all_to_all
+from boltmesh.strategies.torch_compat.communication import start_all_to_all
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -42,21 +42,29 @@ class Exchange(Protocol):
     def whole_shape(self, parameter: Tensor) -> torch.Size:
         """Return the shape of the whole parameter that an owner steps, the same on all ranks."""
 
-    def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
-        """Return whole values and gradients of what this rank owns. Collective over all ranks.
-
-        The shapes are those of ``whole_shape``, dtypes those of the parameters.
+    def gather(self, owned: Sequence[Sequence[Parameter]]) -> Callable[[], list[_Pair]]:
+        """Start to gather what this rank owns. Collective over all ranks.
 
         Args:
             owned: The parameters that each rank owns, in the same order on all ranks.
+
+        Returns:
+            A function that waits and returns whole values and gradients, of the shapes of
+            ``whole_shape`` and the dtypes of the parameters. It is collective, too.
         """
 
-    def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
-        """Write each rank's shard or part of whole values. Collective over all ranks.
+    def give_back(
+        self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Start to send whole values to the ranks that have shards or parts. Collective.
 
         Args:
             owned: As for ``gather``.
-            wholes: Values of what this rank owns, of ``whole_shape``, in the order of ``owned``.
+            wholes: Values of what this rank owns, of ``whole_shape``, in the order of ``owned``;
+                they may change at once.
+
+        Returns:
+            A function that waits and writes each rank's shard or part. Local.
         """
 
     def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
@@ -92,10 +100,10 @@ class ShardExchange:
         """Return the shape of a parameter."""
         return parameter.shape
 
-    def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
-        """Return whole values and gradients of what this rank owns. Collective over the group."""
+    def gather(self, owned: Sequence[Sequence[Parameter]]) -> Callable[[], list[_Pair]]:
+        """Start to gather what this rank owns; see ``Exchange``. Collective over the group."""
         mine = owned[self.rank]
-        pairs: dict[int, _Pair] = {}
+        started = []
         for like in _types(owned):
             own = _of_type(mine, like)
             sent = [
@@ -105,20 +113,30 @@ class ShardExchange:
             sizes = [
                 [self._numel(parameter, rank) for parameter in own] for rank in range(self.size)
             ]
-            received = self._exchange(sent, [2 * sum(counts) for counts in sizes], like)
-            pieces = [
-                torch.split(flat, [size for size in some for _ in range(2)])
-                for flat, some in zip(received, sizes, strict=True)
-            ]
-            for number, parameter in enumerate(own):
-                value = torch.cat([some[2 * number] for some in pieces])
-                grad = torch.cat([some[2 * number + 1] for some in pieces])
-                pairs[id(parameter)] = value.view(parameter.shape), grad.view(parameter.shape)
-        return [pairs[id(parameter)] for parameter in mine]
+            finish = self._start(sent, [2 * sum(counts) for counts in sizes], like)
+            started.append((own, sizes, finish))
 
-    def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
-        """Write whole values into the shards of all ranks. Collective over the group."""
+        def wait() -> list[_Pair]:
+            pairs: dict[int, _Pair] = {}
+            for own, sizes, finish in started:
+                pieces = [
+                    torch.split(flat, [size for size in some for _ in range(2)])
+                    for flat, some in zip(finish(), sizes, strict=True)
+                ]
+                for number, parameter in enumerate(own):
+                    value = torch.cat([some[2 * number] for some in pieces])
+                    grad = torch.cat([some[2 * number + 1] for some in pieces])
+                    pairs[id(parameter)] = value.view(parameter.shape), grad.view(parameter.shape)
+            return [pairs[id(parameter)] for parameter in mine]
+
+        return wait
+
+    def give_back(
+        self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Start to send whole values to all ranks; see ``Exchange``. Collective over the group."""
         value_of = dict(zip(map(id, owned[self.rank]), wholes, strict=True))
+        started = []
         for like in _types(owned):
             splits = [
                 torch.split(
@@ -130,18 +148,26 @@ class ShardExchange:
             sent = [[pieces[rank] for pieces in splits] for rank in range(self.size)]
             theirs = [_of_type(some, like) for some in owned]
             counts = [sum(_local(parameter).numel() for parameter in some) for some in theirs]
-            for some, flat in zip(theirs, self._exchange(sent, counts, like), strict=True):
-                pieces = torch.split(flat, [_local(parameter).numel() for parameter in some])
-                for parameter, piece in zip(some, pieces, strict=True):
-                    local = _local(parameter)
-                    local.copy_(piece.view(local.shape))  # offloaded ones write it
+            started.append((theirs, self._start(sent, counts, like)))
 
-    def _exchange(
+        def write() -> None:
+            for theirs, finish in started:
+                for some, flat in zip(theirs, finish(), strict=True):
+                    pieces = torch.split(flat, [_local(parameter).numel() for parameter in some])
+                    for parameter, piece in zip(some, pieces, strict=True):
+                        local = _local(parameter)
+                        local.copy_(piece.view(local.shape))  # offloaded ones write it
+
+        return write
+
+    def _start(
         self, sent: Sequence[Sequence[Tensor]], counts: Sequence[int], like: _Type
-    ) -> list[Tensor]:
-        """Send to each rank its tensors; return what each rank sent, flat. Collective."""
+    ) -> Callable[[], list[Tensor]]:
+        """Start to send each rank its tensors; see ``start_all_to_all``. Collective."""
         dtype, device = like
-        return all_to_all(sent, counts, torch.empty(0, dtype=dtype, device=device), self._group)
+        return start_all_to_all(
+            sent, counts, torch.empty(0, dtype=dtype, device=device), self._group
+        )
 
     def _numel(self, parameter: Parameter, rank: int) -> int:
         """Return how many elements of a parameter are on one rank."""
@@ -174,14 +200,17 @@ class PartExchange:
         part = self._parts.get(id(parameter))
         return parameter.shape if part is None else part.division.shape
 
-    def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
-        """Return whole values and gradients of what this rank owns. Collective over the group."""
-        return self.join(owned, {id(e): _local_pair(e) for some in owned for e in some})
+    def gather(self, owned: Sequence[Sequence[Parameter]]) -> Callable[[], list[_Pair]]:
+        """Gather what this rank owns; see ``Exchange``. Collective over the group."""
+        return lambda: self.join(owned, {id(e): _local_pair(e) for some in owned for e in some})
 
-    def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
-        """Write whole values into the parts of all ranks. Collective over the group."""
+    def give_back(
+        self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Write whole values into the parts of all ranks at once. Collective over the group."""
         for parameter, part in self.send(owned, wholes):
             parameter.copy_(part)
+        return lambda: None
 
     def join(self, owned: Sequence[Sequence[Parameter]], pairs: Mapping[int, _Pair]) -> list[_Pair]:
         """Return whole values and gradients of what this rank owns. Collective over the group.
@@ -250,17 +279,23 @@ class ShardedPartExchange:
         """Return the shape of a parameter, or of the full one if it is a part."""
         return self._parts.whole_shape(parameter)
 
-    def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
-        """Return whole values and gradients of what this rank owns. Collective over both groups."""
+    def gather(self, owned: Sequence[Sequence[Parameter]]) -> Callable[[], list[_Pair]]:
+        """Start to gather shards; parts are joined at the end. Collective over both groups."""
         by_data = self._by_data(owned)
-        here = map(id, by_data[self._shards.rank])
-        pairs = dict(zip(here, self._shards.gather(by_data), strict=True))
-        return self._parts.join(self._here(owned), pairs)
+        wait = self._shards.gather(by_data)
 
-    def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
-        """Write whole values into the shards of all ranks. Collective over both groups."""
+        def join() -> list[_Pair]:
+            pairs = dict(zip(map(id, by_data[self._shards.rank]), wait(), strict=True))
+            return self._parts.join(self._here(owned), pairs)
+
+        return join
+
+    def give_back(
+        self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Send parts, and start to send their shards. Collective over both groups."""
         parts = [part for _, part in self._parts.send(self._here(owned), wholes)]
-        self._shards.give_back(self._by_data(owned), parts)
+        return self._shards.give_back(self._by_data(owned), parts)
 
     def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
         """Return what this rank sends in a step that steps all parameters."""

@@ -7,16 +7,20 @@ on the whole parameters that it owns, and a second all-to-all returns the shards
 whole, at the owner. Owners are chosen once, the most expensive parameter first, each time the rank
 with the least work: no matrix is stepped twice.
 
-A rank sends its shards of gradients and parameters and receives the latter back; beside them it
-holds gradient and value of what it owns during the step. Where a tensor axis divides parameters and
-the data axis shards the parts, the shards of a part go to one data rank, whose tensor ranks join
-their parts; the owner is one of these. With offload the owner steps on the host, with its state.
+Most optimizers may step some parameters after others. A step is then made in rounds: while the
+owners step the parameters of one, those of the next are gathered, and those of the one before are
+sent back. A rank sends its shards of gradients and parameters and receives the latter back; beside
+them it holds gradient and value of what it owns in two rounds, without rounds of all that it owns.
+
+Where a tensor axis divides parameters and the data axis shards the parts, the shards of a part go
+to one data rank, whose tensor ranks join their parts; the owner is one of these. With offload the
+owner steps on the host, with its state.
 
 Source: Liu et al. 2025, Muon is Scalable for LLM Training, https://arxiv.org/abs/2502.16982,
 section 2.3
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,15 +29,23 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from boltmesh.strategies.optimizer_probe import steps_in_rounds
 from boltmesh.strategies.owner_exchange import Exchange
-from boltmesh.strategies.torch_compat.optimizers import patch_optimizer, step_without_hooks
+from boltmesh.strategies.torch_compat.optimizers import (
+    keep_plain_settings,
+    patch_optimizer,
+    step_without_hooks,
+)
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 
 STAND_IN_SIZE = 2
 
-ROUND_BYTES = 256 << 20
-"""Bytes of whole values that all ranks together gather at once for a step on the host."""
+ROUND_BYTES = 32 << 20
+"""Bytes of whole values that a rank gathers at once."""
+
+_Owned = list[list[Parameter]]
+"""The parameters that each rank owns, one entry for each rank."""
 
 
 class WholeSteps:
@@ -64,17 +76,21 @@ class WholeSteps:
         """The cost of the parameters that each rank owns."""
         self._wholes: dict[int, Parameter] = {}
         """The whole of each owned parameter, by ``id`` of its shard; the same object each step."""
-        self._stand_ins: dict[int, Parameter] = {}
-        """By number of a group of which this rank owns nothing: its counters advance here too."""
-        self._stand_in_state: dict[int, Any] = {}
+        self._stand_ins: dict[tuple[int, int], Parameter] = {}
+        """By numbers of a group and of a round in which this rank owns nothing of it: counters of
+        the group advance here, too."""
+        self._stand_in_state: dict[tuple[int, int], Any] = {}
         self._restore: Callable[[], None] | None = None
         self._find_owners()
+        self._has_rounds = True
+        self._has_rounds = len(self._rounds(self._shared)) > 1 and steps_in_rounds(optimizer)
 
     def _find_owners(self) -> None:
         """Choose owners of new parameters: the largest cost first, the rank with the least work."""
         given = (each for group in self.optimizer.param_groups for each in group["params"])
         new = [e for e in given if self._exchange.is_shared(e) and id(e) not in self._owner]
-        for each in sorted(new, key=lambda each: -self._cost(each)):
+        new.sort(key=self._cost, reverse=True)
+        for each in new:
             owner = self._costs.index(min(self._costs))
             self._owner[id(each)] = owner
             self._costs[owner] += self._cost(each)
@@ -104,7 +120,7 @@ class WholeSteps:
 
     def traffic(self) -> list[ExpectedTraffic]:
         """Return what this rank sends in a step that steps all parameters."""
-        rounds = map(self._by_owner, self._rounds(self._shared))
+        rounds = self._rounds(self._shared)
         return [each for owned in rounds for each in self._exchange.traffic(owned)]
 
     # A step.
@@ -114,51 +130,105 @@ class WholeSteps:
         self._find_owners()  # of groups that were added
         trained = [each for each in self._shared if each.grad is not None]
         self._record("stepped whole parameters")
-        mine = [each for each in trained if self.owns(each)]
-        with torch.no_grad():
-            for some in self._rounds(trained):
-                self._take(self._by_owner(some))
+        rounds = self._rounds(trained)
         try:
-            with self._swapped(optimizer, mine):
-                self._run(optimizer)
-            with torch.no_grad():
-                for some in self._rounds(trained):
-                    self._give_back(self._by_owner(some))
+            if self._has_rounds:
+                self._step_in_rounds(optimizer, rounds)
+            else:
+                for _ in self._gather(rounds):
+                    pass
+                with self._swapped(optimizer, trained):
+                    self._run(optimizer)
+                for _ in self._give_back(rounds):
+                    pass
         finally:
-            for whole in self._wholes.values():
-                whole.grad, whole.data = None, whole.data.new_empty(0)
+            self._release(self._wholes.values())
 
-    def _rounds(self, parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-        """Return the parameters that are gathered at once: few, for a step on the host."""
-        rounds: list[list[Parameter]] = [[]]
-        size = 0
-        for each in parameters:
-            own = self._exchange.whole_shape(each).numel() * each.element_size()
-            if self._device is not None and rounds[-1] and size + own > ROUND_BYTES:
-                rounds.append([])
-                size = 0
-            rounds[-1].append(each)
-            size += own
+    def _step_in_rounds(self, optimizer: Optimizer, rounds: Sequence[_Owned]) -> None:
+        """Step one round after the other, as if they were stepped at once."""
+        restore = keep_plain_settings(optimizer)
+        sending = self._give_back(rounds)
+        for number, owned in enumerate(self._gather(rounds)):
+            if number > 0:
+                restore()
+            stepped = [each for some in owned for each in some]
+            with self._swapped(optimizer, stepped, number, has_others=owned is rounds[-1]):
+                self._run(optimizer)
+            next(sending)
+            self._release(self._wholes[id(each)] for each in owned[self._exchange.rank])
+        next(sending, None)
+
+    def _rounds(self, parameters: Sequence[Parameter]) -> list[_Owned]:
+        """Return the parameters that are gathered at once.
+
+        A round has at most ``ROUND_BYTES`` of each owner, or as much as the largest parameter has:
+        the work of the owners is then about equal in each. A step on a device that is not made in
+        rounds gathers everything at once.
+        """
+        sizes = [
+            self._exchange.whole_shape(each).numel() * each.element_size() for each in parameters
+        ]
+        limit = max([ROUND_BYTES, *sizes])
+        if self._device is None and not self._has_rounds:
+            limit = sum(sizes)
+        rounds: list[_Owned] = [self._of_no_rank()]
+        at = [(0, 0)] * self._exchange.size
+        for each, size in zip(parameters, sizes, strict=True):
+            owner = self._owner[id(each)]
+            number, total = at[owner]
+            if total and total + size > limit:
+                number, total = number + 1, 0
+            if number == len(rounds):
+                rounds.append(self._of_no_rank())
+            rounds[number][owner].append(each)
+            at[owner] = number, total + size
         return rounds
 
-    def _take(self, owned: Sequence[Sequence[Parameter]]) -> None:
-        """Gather what this rank owns, with gradients. Collective over the ranks of the exchange."""
-        pairs = self._exchange.gather(owned)
-        for each, pair in zip(owned[self._exchange.rank], pairs, strict=True):
-            whole = self._whole(each)
-            whole.data, whole.grad = (tensor.to(whole.device) for tensor in pair)
+    def _of_no_rank(self) -> _Owned:
+        return [[] for _ in range(self._exchange.size)]
 
-    def _give_back(self, owned: Sequence[Sequence[Parameter]]) -> None:
-        """Send what this rank has stepped to all ranks. Collective over those of the exchange."""
-        own = owned[self._exchange.rank]
-        wholes = [self._wholes[id(each)].detach().to(each.device) for each in own]
-        self._exchange.give_back(owned, wholes)
+    def _gather(self, rounds: Sequence[_Owned]) -> Iterator[_Owned]:
+        """Yield each round when this rank has the whole values and gradients that it owns of it.
 
-    def _by_owner(self, parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-        return [
-            [each for each in parameters if self._owner[id(each)] == rank]
-            for rank in range(self._exchange.size)
-        ]
+        The next round is gathered meanwhile. Collective over the ranks of the exchange.
+        """
+        wait = self._start_gather(rounds[0])
+        for number, owned in enumerate(rounds):
+            with torch.no_grad():
+                for each, pair in zip(owned[self._exchange.rank], wait(), strict=True):
+                    whole = self._whole(each)
+                    whole.data, whole.grad = (tensor.to(whole.device) for tensor in pair)
+            if number + 1 < len(rounds):
+                wait = self._start_gather(rounds[number + 1])
+            yield owned
+
+    @torch.no_grad()
+    def _start_gather(self, owned: _Owned) -> Callable[[], Sequence[tuple[Tensor, Tensor]]]:
+        return self._exchange.gather(owned)
+
+    def _give_back(self, rounds: Sequence[_Owned]) -> Iterator[None]:
+        """Start to send a round that this rank has stepped to all ranks, at each ``next``.
+
+        The round before is written then; the last one at the end. Collective over the ranks of the
+        exchange.
+        """
+        write: Callable[[], None] | None = None
+        for owned in rounds:
+            with torch.no_grad():
+                own = owned[self._exchange.rank]
+                wholes = [self._wholes[id(each)].detach().to(each.device) for each in own]
+                started = self._exchange.give_back(owned, wholes)
+                if write is not None:
+                    write()
+            write = started
+            yield
+        if write is not None:
+            with torch.no_grad():
+                write()
+
+    def _release(self, wholes: Iterable[Parameter]) -> None:
+        for whole in wholes:
+            whole.grad, whole.data = None, whole.data.new_empty(0)
 
     def _whole(self, parameter: Parameter) -> Parameter:
         """Return the whole parameter for a shard, with the attributes that the user gave that."""
@@ -171,25 +241,39 @@ class WholeSteps:
         return known
 
     @contextmanager
-    def _swapped(self, optimizer: Optimizer, mine: Sequence[Parameter]) -> Iterator[None]:
+    def _swapped(
+        self,
+        optimizer: Optimizer,
+        stepped: Sequence[Parameter],
+        round_number: int = 0,
+        *,
+        has_others: bool = True,
+    ) -> Iterator[None]:
         """For the duration of the block, let the optimizer's groups hold whole parameters.
 
-        They hold those that this rank owns, with their state, instead of its shards.
+        They hold those of ``stepped`` that this rank owns, with their state, instead of its shards;
+        also the parameters without an owner if ``has_others``.
         """
-        by_id = {id(each): each for each in mine}
+        by_id = {id(each): each for each in stepped if self.owns(each)}
         before = [settings["params"] for settings in optimizer.param_groups]
         state = optimizer.state
         for number, settings in enumerate(optimizer.param_groups):
-            settings["params"] = self._stepped(number, before[number], by_id)
+            known = before[number]
+            settings["params"] = [
+                self._wholes[id(each)] if id(each) in by_id else each
+                for each in known
+                if id(each) in by_id or (has_others and id(each) not in self._owner)
+            ] or self._stand_in((number, round_number), known)
         for key, each in by_id.items():
             if each in state:
                 own = state.pop(each)
                 if self._device is not None and each.device != self._device:  # was just loaded
                     own = tree_map_only(Tensor, self._on_host, own)
                 state[self._wholes[key]] = own
-        for number, stand_in in self._stand_ins.items():
-            if number in self._stand_in_state:
-                state[stand_in] = self._stand_in_state[number]
+        stand_ins = {k: each for k, each in self._stand_ins.items() if k[1] == round_number}
+        for place, stand_in in stand_ins.items():
+            if place in self._stand_in_state:
+                state[stand_in] = self._stand_in_state[place]
         try:
             yield
         finally:
@@ -198,30 +282,28 @@ class WholeSteps:
             for key, each in by_id.items():
                 if self._wholes[key] in state:
                     state[each] = state.pop(self._wholes[key])
-            for number, stand_in in self._stand_ins.items():
-                self._stand_in_state[number] = state.pop(stand_in, {})
+            for place, stand_in in stand_ins.items():
+                self._stand_in_state[place] = state.pop(stand_in, {})
 
     def _on_host(self, value: Tensor) -> Tensor:
         return value.to(self._device)
 
-    def _stepped(
-        self, number: int, parameters: Sequence[Parameter], mine: Collection[int]
-    ) -> list[Parameter]:
-        """Return what a group steps on this rank; a stand-in if the rank owns nothing of it."""
-        stepped = [
-            self._wholes[id(each)] if id(each) in mine else each
-            for each in parameters
-            if id(each) in mine or id(each) not in self._owner
-        ]
-        shared = [each for each in parameters if id(each) in self._owner and each.grad is not None]
-        if stepped or not shared:
-            return stepped
-        stand_in = self._stand_ins.get(number)
+    def _stand_in(self, key: tuple[int, int], parameters: Sequence[Parameter]) -> list[Parameter]:
+        """Return what a group steps of which this rank owns nothing: one parameter, or none.
+
+        Args:
+            key: Numbers of the group and of the round.
+            parameters: Those of the group.
+        """
+        trained = [e for e in parameters if id(e) in self._owner and e.grad is not None]
+        if not trained:
+            return []
+        stand_in = self._stand_ins.get(key)
         if stand_in is None:
-            like: Any = {"dtype": shared[0].dtype, "device": self._device or shared[0].device}
-            stand_in = Parameter(torch.zeros([STAND_IN_SIZE] * shared[0].dim(), **like))
-            vars(stand_in).update(vars(shared[0]))
-            self._stand_ins[number] = stand_in
+            like: Any = {"dtype": trained[0].dtype, "device": self._device or trained[0].device}
+            stand_in = Parameter(torch.zeros([STAND_IN_SIZE] * trained[0].dim(), **like))
+            vars(stand_in).update(vars(trained[0]))
+            self._stand_ins[key] = stand_in
         stand_in.grad = torch.zeros_like(stand_in)
         return [stand_in]
 

@@ -29,7 +29,8 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Piece, Slot
-from boltmesh.strategies.optimizer_probe import initial_state, inner_optimizers, mixes_elements
+from boltmesh.strategies.optimizer_probe import mixes_elements
+from boltmesh.strategies.optimizer_trial import initial_state, inner_optimizers
 from boltmesh.strategies.torch_compat.optimizers import bare_copy, fused_adam, step_without_hooks
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 

@@ -13,7 +13,7 @@ to itself from one to its predecessor. Rank 0 begins when all have written the i
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from secrets import token_hex
 from typing import Any, Protocol, cast
@@ -242,12 +242,38 @@ def all_to_all(
         like: A tensor with the dtype and device of all tensors.
         group: The ranks.
     """
-    sizes = [sum(each.numel() for each in tensors) for tensors in sent]
-    flat = [each.reshape(-1) for tensors in sent for each in tensors]
-    packed = torch.cat(flat) if flat else like.new_empty(0)
+    packed, sizes = _packed(sent, like)
     came = like.new_empty(sum(received))
     dist.all_to_all_single(came, packed, list(received), sizes, group=group)
     return list(came.split_with_sizes(list(received)))
+
+
+def start_all_to_all(
+    sent: Sequence[Sequence[Tensor]],
+    received: Sequence[int],
+    like: Tensor,
+    group: dist.ProcessGroup,
+) -> Callable[[], list[Tensor]]:
+    """Start ``all_to_all``; returns a function that waits for what is received. Collective.
+
+    Tensors in ``sent`` are copied: they may change at once.
+    """
+    packed, sizes = _packed(sent, like)
+    came = like.new_empty(sum(received))
+    work = dist.all_to_all_single(came, packed, list(received), sizes, group=group, async_op=True)
+
+    def finish() -> list[Tensor]:
+        work.wait()
+        return list(came.split_with_sizes(list(received)))
+
+    return finish
+
+
+def _packed(sent: Sequence[Sequence[Tensor]], like: Tensor) -> tuple[Tensor, list[int]]:
+    """Return tensors for each rank in one, and the number of elements for each."""
+    flat = [each.reshape(-1) for tensors in sent for each in tensors]
+    sizes = [sum(each.numel() for each in tensors) for tensors in sent]
+    return torch.cat(flat) if flat else like.new_empty(0), sizes
 
 
 def sum_flags(

@@ -43,6 +43,28 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     return made
 
 
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+def keep_plain_settings(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that restores numbers, words and tuples in an optimizer's groups.
+
+    A step may change them or add some, such as a counter of steps.
+    """
+    kept = [
+        {key: value for key, value in group.items() if isinstance(value, _PLAIN)}
+        for group in optimizer.param_groups
+    ]
+
+    def restore() -> None:
+        for group, before in zip(optimizer.param_groups, kept, strict=True):
+            for key in [k for k, v in group.items() if isinstance(v, _PLAIN) and k not in before]:
+                del group[key]
+            group.update(before)
+
+    return restore
+
+
 def lacks_shard_rules(optimizer: Optimizer) -> bool:
     """Whether a step of torch's own fails on shards: DTensor lacks rules for its operators."""
     if isinstance(optimizer, (SGD, Adagrad)):

@@ -4,6 +4,7 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from boltmesh.strategies import (
     Parallel3DStrategy,
     TensorParallelStrategy,
     ZeROStrategy,
+    whole_steps,
 )
+from boltmesh.strategies.whole_steps import WholeSteps
 from boltmesh.telemetry.reader.reader import open_job
 from tests.support.matrix_optimizers import Matrices
 from tests.support.ranks import run_ranks
@@ -106,6 +109,58 @@ def test_whole_matrices_are_stepped_as_in_one_process(
     for trace in run_ranks(sharded, ranks, kind, accumulate, options):
         assert find_differences(reference, trace, TOLERANCES.get(kind)) == []
         assert trace.optimizer_state.keys() == reference.optimizer_state.keys()
+
+
+def in_rounds(
+    rank: int, world_size: int, kind: str, accumulate: int, options: dict[str, Any]
+) -> tuple[Trace, set[tuple[int, int]]]:
+    """Return a trace, and the numbers of rounds and of calls of the optimizer in a step."""
+    seen = set()
+    step = WholeSteps.step
+
+    def counted(self: WholeSteps, optimizer: Any) -> None:
+        calls, run = 0, self._run
+
+        def count(optimizer: Any) -> None:
+            nonlocal calls
+            calls += 1
+            run(optimizer)
+
+        with patch.object(self, "_run", count):
+            step(self, optimizer)
+        seen.add((len(self._rounds(self._shared)), calls))
+
+    with (
+        patch.object(whole_steps, "ROUND_BYTES", 1),
+        patch.object(WholeSteps, "step", counted),
+    ):
+        return sharded(rank, world_size, kind, accumulate, options), seen
+
+
+@pytest.mark.sample("shampoo-2-2-options1", "soap-2-2-options4")
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "ranks", "options"),
+    [
+        ("muon", 2, 2, {"stage": 3}),
+        ("shampoo", 2, 2, {"stage": 2}),
+        ("shampoo", 1, 3, {"stage": 1}),
+        ("combined", 1, 2, {"stage": 3}),
+        ("soap", 2, 2, {"stage": 3, "offload_parameters": "cpu", **CPU}),
+        ("even", 2, 2, {}),
+        ("lamb", 2, 4, {"tensor": 2, "data": 2, "zero_stage": 3}),
+        ("soap", 1, 4, {"pipeline": 2, "data": 2, "zero_stage": 2, "microbatches": 2, **CPU}),
+    ],
+)
+def test_rounds_of_a_step_are_one_step(
+    kind: str, accumulate: int, ranks: int, options: dict[str, Any]
+) -> None:
+    shares = 2 if not options else options.get("pipeline", 1) * options.get("tensor", 1)
+    reference = run_ranks(one_process, 1, kind, accumulate, ranks // shares)[0]
+    for trace, seen in run_ranks(in_rounds, ranks, kind, accumulate, options):
+        assert find_differences(reference, trace) == []
+        assert trace.optimizer_state.keys() == reference.optimizer_state.keys()
+        assert all(calls == rounds > 1 for rounds, calls in seen), seen
+        assert seen
 
 
 def full(parameter: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,9 @@ from boltmesh.strategies.optimizer_probe import (
     mixes_parameters,
     needs_all_ranks,
     shard_mismatch,
+    steps_in_rounds,
 )
-from tests.support.matrix_optimizers import Combined
+from tests.support.matrix_optimizers import Combined, Lamb, Shampoo, Soap
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -228,6 +229,69 @@ def test_what_a_step_depends_on_is_found(
     assert mixes_parameters(optimizer) == parameters_too
     assert all(bool((each == 1).all()) for each in own)
     assert len(optimizer.state) == num_states
+
+
+class Counts(SGD):
+    """Counts its calls in an attribute, and halves its steps after many."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for each in self.param_groups[0]["params"]:
+            each.grad.div_(2 if self.calls > 1000 else 1)
+        super().step()
+
+
+class CountsInGroup(Counts):
+    """As many published ones do; the key is not there before the first step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for each in group["params"]:
+                each.add_(each.grad, alpha=-group["lr"] / group["step"])
+
+
+class EverySecond(Combined):
+    """Makes every second step with one of the optimizers alone."""
+
+    is_second = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.inner[: 1 if self.is_second else 2]:
+            each.step()
+        self.is_second = not self.is_second
+
+
+def combined(kind: type[Combined], *inner: type[Optimizer]) -> Optimizer:
+    return kind(*(each([Parameter(torch.ones(3, 3))]) for each in inner))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("make", "in_rounds"),
+    [
+        (lambda: torch.optim.Muon(parameters()[:1]), True),
+        (lambda: Shampoo(parameters()), True),
+        (lambda: Soap(parameters()), True),
+        (lambda: CountsInGroup(parameters()), True),
+        (lambda: Counts(parameters()), False),
+        (lambda: Directed(parameters()), False),
+        (lambda: combined(Combined, torch.optim.Muon, torch.optim.AdamW), True),
+        (lambda: combined(Combined, torch.optim.Muon, Lamb), True),
+        (lambda: combined(Combined, torch.optim.Muon, Counts), False),
+        (lambda: combined(EverySecond, torch.optim.Muon, torch.optim.AdamW), False),
+    ],
+)
+def test_what_may_be_stepped_one_parameter_after_the_other_is_found(
+    make: Callable[[], Optimizer], in_rounds: bool
+) -> None:
+    optimizer = make()
+    before = repr(optimizer.state_dict())
+    assert steps_in_rounds(optimizer) == in_rounds
+    assert repr(optimizer.state_dict()) == before
 
 
 def test_optimizers_within_another_one_have_to_step_its_groups() -> None:

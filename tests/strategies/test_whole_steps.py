@@ -32,25 +32,38 @@ class One:
         return parameter.shape
 
 
+class Counting(SGD):
+    """Counts its calls where nobody can restore them."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("sizes", "rounds"),
     [
         ([50, 50, 50, 50, 50], [[50], [50], [50], [50], [50]]),
-        ([20, 40, 70, 10, 30], [[20, 40], [70], [10, 30]]),
+        ([20, 40, 60, 10, 30], [[20, 40], [60], [10, 30]]),
         ([90, 10, 10], [[90], [10, 10]]),
     ],
 )
-def test_a_round_holds_a_limit_of_bytes_or_one_parameter(
+def test_a_round_holds_a_limit_of_bytes_or_the_largest_parameter(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], rounds: list[list[int]]
 ) -> None:
     monkeypatch.setattr(whole_steps, "ROUND_BYTES", 4 * 64)
     parameters = [Parameter(torch.zeros(size)) for size in sizes]
     exchange: Any = One()
-    steps = WholeSteps(SGD(parameters), exchange, device=torch.device("cpu"))
-    found = [[each.numel() for each in some] for some in steps._rounds(parameters)]
-    assert found == rounds
-    on_device = WholeSteps(SGD(parameters), exchange)
-    assert [len(some) for some in on_device._rounds(parameters)] == [len(sizes)]
+    for device in (torch.device("cpu"), None):
+        steps = WholeSteps(SGD(parameters), exchange, device=device)
+        found = [[each.numel() for each in some[0]] for some in steps._rounds(parameters)]
+        assert found == rounds
+    on_host = WholeSteps(Counting(parameters), exchange, device=torch.device("cpu"))
+    assert len(on_host._rounds(parameters)) == len(rounds)  # gathered so, and stepped at once
+    at_once = WholeSteps(Counting(parameters), exchange)
+    assert [len(some[0]) for some in at_once._rounds(parameters)] == [len(sizes)]
 
 
 def test_an_exchange_is_counted_on_its_own_axis_beside_another_of_its_operator() -> None:
@@ -93,6 +106,7 @@ def test_experts_of_the_ranks_of_all_shards_are_stepped_whole() -> None:
 
 
 def refused(rank: int, world_size: int) -> str:
+    lightning.seed_everything(3)  # experts with equal numbers of rows on all ranks are not found
     strategy = Parallel3DStrategy(data=2, expert=2, zero_stage=0, telemetry=False)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1, logger=False,

@@ -173,7 +173,7 @@ class Matrices(Stack):
     """Trained by one of them, in two groups."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(depth=3)
+        super().__init__(depth=3, hidden=12 if kind == "even" else 11)  # which 2 ranks divide
         self.kind = kind
         if "muon" in kind:  # which takes nothing else
             self.embedding, self.head = nn.Embedding(VOCABULARY, 7), nn.Linear(7, VOCABULARY, False)
