@@ -15,7 +15,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from boltmesh.strategies.pytree import CONSTANTS
+from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.torch_compat.optimizers import (
     bare_copy,
-    keep_plain_settings,
+    own_attributes,
+    plain_settings,
+    restore_plain_settings,
     step_without_hooks,
 )
 
@@ -216,21 +219,23 @@ def run_trial(group: Group, leaves: Sequence[Leaf], steps: int = STEPS) -> list[
 def steps_one_by_one(group: Group) -> bool:
     """Whether steps of one parameter after the other are one step of all.
 
-    Plain settings of the group are restored between them. What the optimizer counts is compared
-    too: a counter may show after more steps than are tried.
+    Plain settings of the group are restored between them. Attributes are compared, too: a counter
+    of steps may show after more of them than are tried.
 
     Raises:
-        Exception: Whatever the optimizer's step raises.
+        Exception: Whatever the optimizer's step raises, also without parameters.
     """
-    at_once, counted_at_once = _run(group, group.leaves, STEPS, _step_at_once)
-    apart, counted_apart = _run(group, group.leaves, STEPS, _step_one_by_one)
-    return counted_at_once == counted_apart and all(map(is_near, apart, at_once))
+    at_once, attributes_at_once = _run(group, group.leaves, STEPS, _step_at_once)
+    apart, attributes_apart = _run(group, group.leaves, STEPS, _step_one_by_one)
+    is_counted_once = _is_equal(*map(_comparable, (attributes_at_once, attributes_apart)))
+    return is_counted_once and all(map(is_near, apart, at_once))
 
 
 def calls_evenly(optimizer: Optimizer) -> bool:
     """Whether each call of a step calls the same inner optimizers, and counts nothing.
 
-    Inner optimizers are replaced by some that only note the call. False if that fails.
+    Inner optimizers are replaced by some that only note the call. False if that fails, or if it
+    has attributes that it may change, such as schedulers.
     """
     called: list[Optimizer] = []
 
@@ -241,22 +246,22 @@ def calls_evenly(optimizer: Optimizer) -> bool:
             return {key: replaced(each) for key, each in value.items()}
         return type(value)(map(replaced, value)) if type(value) in {list, tuple} else value
 
-    runner = bare_copy(optimizer)
-    vars(runner).update({name: replaced(value) for name, value in vars(runner).items()})
-    runner.param_groups = _emptied(optimizer)
-    runner.state = defaultdict(dict)
     step: Any = step_without_hooks(optimizer)
-    calls = []
-    before = _counted(_attributes(runner))
     try:
-        for _ in range(STEPS):
-            called.clear()
-            step(runner)
-            calls.append(list(map(id, called)))
-    except Exception:  # noqa: BLE001 - it may need parameters
+        before = _comparable(own_attributes(optimizer))
+        runner = _copied(optimizer)
+        vars(runner).update({k: replaced(each) for k, each in own_attributes(optimizer).items()})
+        runner.param_groups, runner.state = _emptied(optimizer), defaultdict(dict)
+        calls = []
+        with random_state_unchanged():
+            for _ in range(STEPS):
+                called.clear()
+                step(runner)
+                calls.append(list(map(id, called)))
+        after = _comparable(own_attributes(runner))
+    except Exception:  # noqa: BLE001 - whatever its step raises without parameters
         return False
-    is_even = all(each == calls[0] for each in calls)
-    return is_even and _counted(_attributes(runner)) == before
+    return all(each == calls[0] for each in calls) and _is_equal(after, before)
 
 
 class _Noting(Optimizer):
@@ -264,19 +269,46 @@ class _Noting(Optimizer):
 
     def __init__(self, inner: Optimizer, called: list[Optimizer]) -> None:
         self.param_groups, self.state = _emptied(inner), defaultdict(dict)
-        self._note = partial(called.append, inner)
+        self.inner, self._called = inner, called
 
     @override
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._note()
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if name != "param_groups"}
+        self._called.append(self.inner)
 
 
 def _emptied(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{**group, "params": []} for group in optimizer.param_groups]
+
+
+def _comparable(value: Any) -> list[Any]:
+    """Return the values in an optimizer's attributes, and in those of inner ones, in order.
+
+    Raises:
+        TypeError: An attribute is neither a value nor holds values: it may count on its own.
+    """
+    if isinstance(value, (dict, list, tuple)):
+        members = value.values() if isinstance(value, dict) else value
+        return [each for member in members for each in _comparable(member)]
+    if isinstance(value, Optimizer):
+        return _comparable(own_attributes(value.inner if isinstance(value, _Noting) else value))
+    if isinstance(value, Tensor) and not isinstance(value, Parameter):
+        return [value.detach().clone()]
+    if isinstance(value, (*CONSTANTS, np.generic)):
+        return [value]
+    raise TypeError(f"{type(value).__name__} may change in a step")
+
+
+def _is_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether values are equal, those of floats up to rounding."""
+    return len(some) == len(others) and all(map(_is_same_value, some, others))
+
+
+def _is_same_value(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other)
+    if isinstance(one, (float, np.floating)) and isinstance(other, (float, np.floating)):
+        return math.isclose(one, other, rel_tol=_ROUNDING)
+    return bool(one == other)
 
 
 def _run(
@@ -284,8 +316,8 @@ def _run(
     leaves: Sequence[Leaf],
     steps: int,
     make_step: Callable[[Optimizer, Callable[..., Any], Callable[[], Tensor]], None],
-) -> tuple[list[Tensor], list[Any]]:
-    """Return changes as ``run_trial`` does, and what the optimizer counts."""
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return changes as ``run_trial`` does, and the optimizer's attributes after the steps."""
     torch.default_generator.manual_seed(0)  # some optimizers draw random numbers
     np.random.seed(0)
     random.seed(0)
@@ -313,7 +345,7 @@ def _run(
         make_step(runner, step, evaluate)
         for change, leaf, parameter in zip(changes, leaves, parameters, strict=True):
             change.append(_full(parameter.detach() - leaf.value))
-    return [torch.stack(change) for change in changes], _counted(runner)
+    return [torch.stack(change) for change in changes], own_attributes(runner)
 
 
 def _step_at_once(
@@ -325,27 +357,15 @@ def _step_at_once(
 def _step_one_by_one(
     runner: Optimizer, step: Callable[..., Any], closure: Callable[[], Tensor]
 ) -> None:
+    """Step parameters one after the other, between steps without parameters."""
     (group,) = runner.param_groups
-    parameters = group["params"]
-    restore = keep_plain_settings(runner)
-    for number, each in enumerate(parameters):
-        if number > 0:
-            restore()
-        group["params"] = [each]
-        step(runner, closure=closure)
+    parameters, before = group["params"], plain_settings(group)
+    for each in parameters:
+        for own in ([], [each]):
+            restore_plain_settings(group, before)
+            group["params"] = own
+            step(runner, closure=closure)
     group["params"] = parameters
-
-
-def _counted(value: Any) -> list[Any]:
-    """Return the integers, flags and words of an optimizer and of what it holds, in order."""
-    if isinstance(value, Optimizer):
-        return _counted(vars(value))
-    if isinstance(value, (dict, list, tuple)):
-        members = value.values() if isinstance(value, dict) else value
-        return [each for member in members for each in _counted(member)]
-    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
-        return [value.item()]
-    return [value] if isinstance(value, (bool, int, str)) else []
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -365,7 +385,7 @@ def _small(
     for name, value in vars(optimizer).items():
         if any(isinstance(each, (Parameter, Optimizer)) for each in _held(value)):
             raise ValueError(f"{name} holds what a trial must not change")
-    runner = bare_copy(optimizer)
+    runner = _copied(optimizer)
     own = copy.deepcopy(dict(settings))
     if not own.get("lr", 1):
         own["lr"] = _RATE  # a schedule may begin with 0
@@ -377,6 +397,14 @@ def _small(
         elif name.startswith("_optimizer_") and name.endswith("_hooks"):
             value.clear()
     return runner
+
+
+def _copied(optimizer: Optimizer) -> Optimizer:
+    """Return a copy whose tensors, lists and dicts may change."""
+    made = bare_copy(optimizer)
+    tensors = {k: v.detach().clone() for k, v in vars(made).items() if isinstance(v, Tensor)}
+    vars(made).update(tensors)
+    return made
 
 
 def _small_inner(outer: Optimizer, inner: Optimizer, runner: Optimizer) -> Optimizer:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from boltmesh.strategies.checkpoint.chunks import DimDivision, OffloadedChunk
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.torch_compat.communication import start_all_to_all
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -35,6 +36,9 @@ class Exchange(Protocol):
 
     rank: int
     size: int
+
+    def agrees(self, answer: bool) -> bool:
+        """Whether the answer is yes on all ranks. Collective over all ranks."""
 
     def is_shared(self, parameter: Tensor) -> bool:
         """Whether each rank has a shard or part of a parameter that can be moved."""
@@ -91,6 +95,10 @@ class ShardExchange:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self.rank, self.size = group.rank(), group.size()
+
+    def agrees(self, answer: bool) -> bool:
+        """Whether the answer is yes on all ranks. Collective over the group."""
+        return all(gather_objects(answer, self._group))
 
     def is_shared(self, parameter: Tensor) -> bool:
         """Whether a parameter is sharded by rows over exactly this group."""
@@ -191,6 +199,10 @@ class PartExchange:
         self.rank, self.size = group.rank(), group.size()
         self._parts = {id(parameter): part for parameter, part in parts.items()}
 
+    def agrees(self, answer: bool) -> bool:
+        """Whether the answer is yes on all ranks. Collective over the group."""
+        return all(gather_objects(answer, self._group))
+
     def is_shared(self, parameter: Tensor) -> bool:
         """Whether ranks have parts of a parameter."""
         return id(parameter) in self._parts
@@ -270,6 +282,10 @@ class ShardedPartExchange:
         self._shards, self._parts = shards, parts
         self.rank = shards.rank * parts.size + parts.rank
         self.size = shards.size * parts.size
+
+    def agrees(self, answer: bool) -> bool:
+        """Whether the answer is yes on all ranks. Collective over both groups."""
+        return self._parts.agrees(self._shards.agrees(answer))
 
     def is_shared(self, parameter: Tensor) -> bool:
         """Whether a parameter is sharded by rows over exactly this group."""

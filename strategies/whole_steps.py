@@ -7,10 +7,11 @@ on the whole parameters that it owns, and a second all-to-all returns the shards
 whole, at the owner. Owners are chosen once, the most expensive parameter first, each time the rank
 with the least work: no matrix is stepped twice.
 
-Most optimizers may step some parameters after others. A step is then made in rounds: while the
-owners step the parameters of one, those of the next are gathered, and those of the one before are
-sent back. A rank sends its shards of gradients and parameters and receives the latter back; beside
-them it holds gradient and value of what it owns in two rounds, without rounds of all that it owns.
+Most optimizers may step some parameters after others. The step of a large model is then made in
+rounds: while the owners step the parameters of one, those of the next are gathered, and those of
+the one before are sent back. A rank sends its shards of gradients and parameters and receives the
+latter back; beside them it holds gradient and value of what it owns in about three rounds, without
+rounds of all that it owns.
 
 Where a tensor axis divides parameters and the data axis shards the parts, the shards of a part go
 to one data rank, whose tensor ranks join their parts; the owner is one of these. With offload the
@@ -20,7 +21,7 @@ Source: Liu et al. 2025, Muon is Scalable for LLM Training, https://arxiv.org/ab
 section 2.3
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,11 +30,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.optimizer_probe import steps_in_rounds
 from boltmesh.strategies.owner_exchange import Exchange
 from boltmesh.strategies.torch_compat.optimizers import (
-    keep_plain_settings,
     patch_optimizer,
+    plain_settings,
+    restore_plain_settings,
     step_without_hooks,
 )
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
@@ -42,7 +45,7 @@ from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 STAND_IN_SIZE = 2
 
 ROUND_BYTES = 32 << 20
-"""Bytes of whole values that a rank gathers at once."""
+"""About as many bytes of whole values has a rank in a round."""
 
 _Owned = list[list[Parameter]]
 """The parameters that each rank owns, one entry for each rank."""
@@ -76,14 +79,13 @@ class WholeSteps:
         """The cost of the parameters that each rank owns."""
         self._wholes: dict[int, Parameter] = {}
         """The whole of each owned parameter, by ``id`` of its shard; the same object each step."""
-        self._stand_ins: dict[tuple[int, int], Parameter] = {}
-        """By numbers of a group and of a round in which this rank owns nothing of it: counters of
-        the group advance here, too."""
-        self._stand_in_state: dict[tuple[int, int], Any] = {}
+        self._stand_ins: dict[int, Parameter] = {}
+        """By number of a group of which this rank owns nothing: its counters advance here too."""
+        self._stand_in_state: dict[int, Any] = {}
         self._restore: Callable[[], None] | None = None
         self._find_owners()
-        self._has_rounds = True
-        self._has_rounds = len(self._rounds(self._shared)) > 1 and steps_in_rounds(optimizer)
+        has_rounds = exchange.size > 1 and len(self._divided(self._shared)) > 1
+        self._steps_in_rounds = has_rounds and exchange.agrees(steps_in_rounds(optimizer))
 
     def _find_owners(self) -> None:
         """Choose owners of new parameters: the largest cost first, the rank with the least work."""
@@ -132,99 +134,104 @@ class WholeSteps:
         self._record("stepped whole parameters")
         rounds = self._rounds(trained)
         try:
-            if self._has_rounds:
+            if self._steps_in_rounds:
                 self._step_in_rounds(optimizer, rounds)
             else:
-                for _ in self._gather(rounds):
-                    pass
-                with self._swapped(optimizer, trained):
+                for owned in rounds:
+                    self._take(owned, self._gather(owned))
+                mine = [each for each in trained if self.owns(each)]
+                with self._swapped(optimizer, mine, self._by_group(optimizer, mine)):
                     self._run(optimizer)
-                for _ in self._give_back(rounds):
-                    pass
+                for owned in rounds:
+                    self._send(owned)()
         finally:
             self._release(self._wholes.values())
 
     def _step_in_rounds(self, optimizer: Optimizer, rounds: Sequence[_Owned]) -> None:
         """Step one round after the other, as if they were stepped at once."""
-        restore = keep_plain_settings(optimizer)
-        sending = self._give_back(rounds)
-        for number, owned in enumerate(self._gather(rounds)):
-            if number > 0:
-                restore()
-            stepped = [each for some in owned for each in some]
-            with self._swapped(optimizer, stepped, number, has_others=owned is rounds[-1]):
+        groups = optimizer.param_groups
+        at_start = list(map(plain_settings, groups))
+        stepped: set[int] = set()
+        write: Callable[[], None] = noop
+        wait = self._gather(rounds[0])
+        for number, owned in enumerate(rounds):
+            self._take(owned, wait)
+            is_last = number + 1 == len(rounds)
+            wait = list if is_last else self._gather(rounds[number + 1])  # frees what has come
+            mine = owned[self._exchange.rank]
+            parameters = self._by_group(optimizer, mine, stepped, is_last=is_last)
+            kept = []
+            for at, own in enumerate(parameters):
+                if own:
+                    restore_plain_settings(groups[at], at_start[at])
+                    stepped.add(at)
+                else:
+                    kept.append((groups[at], plain_settings(groups[at])))
+            with self._swapped(optimizer, mine, parameters):
                 self._run(optimizer)
-            next(sending)
-            self._release(self._wholes[id(each)] for each in owned[self._exchange.rank])
-        next(sending, None)
+            for group, settings in kept:
+                restore_plain_settings(group, settings)
+            started = self._send(owned)
+            self._release(self._wholes[id(each)] for each in mine)
+            write()
+            write = started
+        write()
 
     def _rounds(self, parameters: Sequence[Parameter]) -> list[_Owned]:
-        """Return the parameters that are gathered at once.
+        """Return the parameters that are gathered at once, of each rank those that it owns."""
+        is_divided = self._steps_in_rounds or self._device is not None
+        return self._divided(parameters) if is_divided else [self._by_owner(parameters)]
 
-        A round has at most ``ROUND_BYTES`` of each owner, or as much as the largest parameter has:
-        the work of the owners is then about equal in each. A step on a device that is not made in
-        rounds gathers everything at once.
+    def _divided(self, parameters: Sequence[Parameter]) -> list[_Owned]:
+        """Divide parameters into rounds of about ``ROUND_BYTES`` of each owner.
+
+        On a device, rounds are at most so many that the largest parameter takes no longer than one,
+        and each has the same share of an owner's work: owners then need not wait for each other. A
+        rank may own nothing of a round.
         """
-        sizes = [
-            self._exchange.whole_shape(each).numel() * each.element_size() for each in parameters
-        ]
-        limit = max([ROUND_BYTES, *sizes])
-        if self._device is None and not self._has_rounds:
-            limit = sum(sizes)
-        rounds: list[_Owned] = [self._of_no_rank()]
-        at = [(0, 0)] * self._exchange.size
-        for each, size in zip(parameters, sizes, strict=True):
-            owner = self._owner[id(each)]
-            number, total = at[owner]
-            if total and total + size > limit:
-                number, total = number + 1, 0
-            if number == len(rounds):
-                rounds.append(self._of_no_rank())
-            rounds[number][owner].append(each)
-            at[owner] = number, total + size
+        owned = self._by_owner(parameters)
+        num_rounds = -(-max(sum(map(self._num_bytes, own)) for own in owned) // ROUND_BYTES)
+        weight = self._num_bytes
+        if self._device is None:
+            weight = self._cost
+            most = max(sum(map(weight, own)) for own in owned)
+            num_rounds = min(num_rounds, most // max([1, *map(weight, parameters)]))
+        rounds: list[_Owned] = [[[] for _ in owned] for _ in range(max(1, num_rounds))]
+        for owner, own in enumerate(owned):
+            done, total = 0, max(1, sum(map(weight, own)))
+            for each in own:
+                middle = (2 * done + weight(each)) * len(rounds) // (2 * total)
+                rounds[min(middle, len(rounds) - 1)][owner].append(each)
+                done += weight(each)
         return rounds
 
-    def _of_no_rank(self) -> _Owned:
-        return [[] for _ in range(self._exchange.size)]
+    def _by_owner(self, parameters: Sequence[Parameter]) -> _Owned:
+        owned: _Owned = [[] for _ in range(self._exchange.size)]
+        for each in parameters:
+            owned[self._owner[id(each)]].append(each)
+        return owned
 
-    def _gather(self, rounds: Sequence[_Owned]) -> Iterator[_Owned]:
-        """Yield each round when this rank has the whole values and gradients that it owns of it.
-
-        The next round is gathered meanwhile. Collective over the ranks of the exchange.
-        """
-        wait = self._start_gather(rounds[0])
-        for number, owned in enumerate(rounds):
-            with torch.no_grad():
-                for each, pair in zip(owned[self._exchange.rank], wait(), strict=True):
-                    whole = self._whole(each)
-                    whole.data, whole.grad = (tensor.to(whole.device) for tensor in pair)
-            if number + 1 < len(rounds):
-                wait = self._start_gather(rounds[number + 1])
-            yield owned
+    def _num_bytes(self, parameter: Parameter) -> int:
+        return self._exchange.whole_shape(parameter).numel() * parameter.element_size()
 
     @torch.no_grad()
-    def _start_gather(self, owned: _Owned) -> Callable[[], Sequence[tuple[Tensor, Tensor]]]:
+    def _gather(self, owned: _Owned) -> Callable[[], list[tuple[Tensor, Tensor]]]:
+        """Start to gather a round. Collective over the ranks of the exchange."""
         return self._exchange.gather(owned)
 
-    def _give_back(self, rounds: Sequence[_Owned]) -> Iterator[None]:
-        """Start to send a round that this rank has stepped to all ranks, at each ``next``.
+    @torch.no_grad()
+    def _take(self, owned: _Owned, wait: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
+        """Wait for whole values and gradients of what this rank owns of a round. Collective."""
+        for each, pair in zip(owned[self._exchange.rank], wait(), strict=True):
+            whole = self._whole(each)
+            whole.data, whole.grad = (tensor.to(whole.device) for tensor in pair)
 
-        The round before is written then; the last one at the end. Collective over the ranks of the
-        exchange.
-        """
-        write: Callable[[], None] | None = None
-        for owned in rounds:
-            with torch.no_grad():
-                own = owned[self._exchange.rank]
-                wholes = [self._wholes[id(each)].detach().to(each.device) for each in own]
-                started = self._exchange.give_back(owned, wholes)
-                if write is not None:
-                    write()
-            write = started
-            yield
-        if write is not None:
-            with torch.no_grad():
-                write()
+    @torch.no_grad()
+    def _send(self, owned: _Owned) -> Callable[[], None]:
+        """Start to send a round that this rank has stepped; returns what writes it. Collective."""
+        own = owned[self._exchange.rank]
+        wholes = [self._wholes[id(each)].detach().to(each.device) for each in own]
+        return torch.no_grad()(self._exchange.give_back(owned, wholes))
 
     def _release(self, wholes: Iterable[Parameter]) -> None:
         for whole in wholes:
@@ -244,66 +251,80 @@ class WholeSteps:
     def _swapped(
         self,
         optimizer: Optimizer,
-        stepped: Sequence[Parameter],
-        round_number: int = 0,
-        *,
-        has_others: bool = True,
+        mine: Sequence[Parameter],
+        by_group: Sequence[list[Parameter]],
     ) -> Iterator[None]:
-        """For the duration of the block, let the optimizer's groups hold whole parameters.
+        """For the duration of the block, let the optimizer's groups hold other parameters.
 
-        They hold those of ``stepped`` that this rank owns, with their state, instead of its shards;
-        also the parameters without an owner if ``has_others``.
+        Args:
+            optimizer: The optimizer.
+            mine: Shards whose state the whole parameters have meanwhile.
+            by_group: See ``_by_group``.
         """
-        by_id = {id(each): each for each in stepped if self.owns(each)}
         before = [settings["params"] for settings in optimizer.param_groups]
         state = optimizer.state
-        for number, settings in enumerate(optimizer.param_groups):
-            known = before[number]
-            settings["params"] = [
-                self._wholes[id(each)] if id(each) in by_id else each
-                for each in known
-                if id(each) in by_id or (has_others and id(each) not in self._owner)
-            ] or self._stand_in((number, round_number), known)
-        for key, each in by_id.items():
+        for settings, parameters in zip(optimizer.param_groups, by_group, strict=True):
+            settings["params"] = parameters
+        for each in mine:
             if each in state:
                 own = state.pop(each)
                 if self._device is not None and each.device != self._device:  # was just loaded
                     own = tree_map_only(Tensor, self._on_host, own)
-                state[self._wholes[key]] = own
-        stand_ins = {k: each for k, each in self._stand_ins.items() if k[1] == round_number}
-        for place, stand_in in stand_ins.items():
-            if place in self._stand_in_state:
-                state[stand_in] = self._stand_in_state[place]
+                state[self._wholes[id(each)]] = own
+        for number, stand_in in self._stand_ins.items():
+            if number in self._stand_in_state:
+                state[stand_in] = self._stand_in_state[number]
         try:
             yield
         finally:
             for settings, parameters in zip(optimizer.param_groups, before, strict=True):
                 settings["params"] = parameters
-            for key, each in by_id.items():
-                if self._wholes[key] in state:
-                    state[each] = state.pop(self._wholes[key])
-            for place, stand_in in stand_ins.items():
-                self._stand_in_state[place] = state.pop(stand_in, {})
+            for each in mine:
+                if self._wholes[id(each)] in state:
+                    state[each] = state.pop(self._wholes[id(each)])
+            for number, stand_in in self._stand_ins.items():
+                self._stand_in_state[number] = state.pop(stand_in, {})
 
     def _on_host(self, value: Tensor) -> Tensor:
         return value.to(self._device)
 
-    def _stand_in(self, key: tuple[int, int], parameters: Sequence[Parameter]) -> list[Parameter]:
-        """Return what a group steps of which this rank owns nothing: one parameter, or none.
+    def _by_group(
+        self,
+        optimizer: Optimizer,
+        mine: Sequence[Parameter],
+        stepped: Collection[int] = (),
+        *,
+        is_last: bool = True,
+    ) -> list[list[Parameter]]:
+        """Return what each group steps on this rank.
 
-        Args:
-            key: Numbers of the group and of the round.
-            parameters: Those of the group.
+        These are wholes of ``mine``; in the last round of a step also parameters without an owner,
+        and a stand-in for each trained group, not in ``stepped``, of which the rank owns nothing.
         """
+        known = set(map(id, mine))
+        by_group = []
+        for number, settings in enumerate(optimizer.param_groups):
+            parameters = [
+                self._wholes[id(each)] if id(each) in known else each
+                for each in settings["params"]
+                if id(each) in known or (is_last and id(each) not in self._owner)
+            ]
+            if is_last and not parameters and number not in stepped:
+                parameters = self._stand_in(number, settings["params"])
+            by_group.append(parameters)
+        return by_group
+
+    def _stand_in(self, number: int, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """Return a small parameter for a group, or none if nothing of it is trained."""
         trained = [e for e in parameters if id(e) in self._owner and e.grad is not None]
         if not trained:
             return []
-        stand_in = self._stand_ins.get(key)
+        stand_in = self._stand_ins.get(number)
         if stand_in is None:
             like: Any = {"dtype": trained[0].dtype, "device": self._device or trained[0].device}
             stand_in = Parameter(torch.zeros([STAND_IN_SIZE] * trained[0].dim(), **like))
             vars(stand_in).update(vars(trained[0]))
-            self._stand_ins[key] = stand_in
+            self._stand_ins[number] = stand_in
         stand_in.grad = torch.zeros_like(stand_in)
         return [stand_in]
 

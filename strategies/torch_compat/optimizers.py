@@ -1,7 +1,8 @@
 """Steps of optimizers, gradient scaling and clipping, and replacements of their methods."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
@@ -25,11 +26,23 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """Return the class's ``step`` without the wrapper that runs step hooks."""
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the class's ``step``, which runs no step hooks; a base's, that it calls, does not."""
     step: Any = type(optimizer).step
-    beneath: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
-    return beneath if getattr(step, "hooked", False) else step
+    beneath = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        kept = {name: each for name, each in vars(optimizer).items() if name in _STEP_HOOKS}
+        vars(optimizer).update({name: OrderedDict() for name in kept})
+        try:
+            return beneath(optimizer, *args, **kwargs)
+        finally:
+            vars(optimizer).update(kept)
+
+    return run
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
@@ -43,26 +56,25 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     return made
 
 
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's attributes without those of torch and of schedulers."""
+    known = (*vars(SGD([Parameter(torch.empty(0))])), "step", "zero_grad", "_opt_called")
+    return {name: value for name, value in vars(optimizer).items() if name not in known}
+
+
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
-def keep_plain_settings(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that restores numbers, words and tuples in an optimizer's groups.
+def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers, words and tuples in an optimizer's group."""
+    return {key: value for key, value in group.items() if isinstance(value, _PLAIN)}
 
-    A step may change them or add some, such as a counter of steps.
-    """
-    kept = [
-        {key: value for key, value in group.items() if isinstance(value, _PLAIN)}
-        for group in optimizer.param_groups
-    ]
 
-    def restore() -> None:
-        for group, before in zip(optimizer.param_groups, kept, strict=True):
-            for key in [k for k, v in group.items() if isinstance(v, _PLAIN) and k not in before]:
-                del group[key]
-            group.update(before)
-
-    return restore
+def restore_plain_settings(group: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Restore ``plain_settings`` of a group; those that a step has added are removed."""
+    for key in plain_settings(group).keys() - before.keys():
+        del group[key]
+    group.update(before)
 
 
 def lacks_shard_rules(optimizer: Optimizer) -> bool:

@@ -30,7 +30,10 @@ class Quantized(Adapted):
 
     def __init__(self, bits: int = 8, **options: Any) -> None:
         super().__init__(**options)
-        of_four = torchao.IntxWeightOnlyConfig(torch.int4, granularity.PerGroup(8))
+        of_four = torchao.IntxWeightOnlyConfig(
+            torch.int4,  # type: ignore[attr-defined]
+            granularity.PerGroup(8),
+        )
         torchao.quantize_(
             self.model,
             torchao.Int8WeightOnlyConfig() if bits == 8 else of_four,

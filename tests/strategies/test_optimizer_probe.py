@@ -255,6 +255,41 @@ class CountsInGroup(Counts):
                 each.add_(each.grad, alpha=-group["lr"] / group["step"])
 
 
+class CountsInFloat(SGD):
+    """Counts its calls in a tensor and in a float."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params)
+        self.calls: Any = torch.zeros(()) if kind == "tensor" else 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1.0
+        super().step()
+
+
+class ReadsFirst(SGD):
+    """Reads the first parameter of a group, of which a round may have none."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.param_groups[0]["params"][0].dim() > 0
+        super().step()
+
+
+class Scheduling(Combined):
+    """Steps schedulers of its own, which a trial must not do."""
+
+    def __init__(self, *inner: Optimizer) -> None:
+        super().__init__(*inner)
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in inner]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each, scheduler in zip(self.inner, self.schedulers, strict=True):
+            each.step()
+            scheduler.step()
+
+
 class EverySecond(Combined):
     """Makes every second step with one of the optimizers alone."""
 
@@ -278,8 +313,12 @@ def combined(kind: type[Combined], *inner: type[Optimizer]) -> Optimizer:
         (lambda: Soap(parameters()), True),
         (lambda: CountsInGroup(parameters()), True),
         (lambda: Counts(parameters()), False),
+        (lambda: CountsInFloat(parameters(), "float"), False),
+        (lambda: CountsInFloat(parameters(), "tensor"), False),
+        (lambda: ReadsFirst(parameters()), False),
         (lambda: Directed(parameters()), False),
         (lambda: combined(Combined, torch.optim.Muon, torch.optim.AdamW), True),
+        (lambda: combined(Scheduling, torch.optim.Muon, torch.optim.AdamW), False),
         (lambda: combined(Combined, torch.optim.Muon, Lamb), True),
         (lambda: combined(Combined, torch.optim.Muon, Counts), False),
         (lambda: combined(EverySecond, torch.optim.Muon, torch.optim.AdamW), False),
@@ -289,9 +328,11 @@ def test_what_may_be_stepped_one_parameter_after_the_other_is_found(
     make: Callable[[], Optimizer], in_rounds: bool
 ) -> None:
     optimizer = make()
-    before = repr(optimizer.state_dict())
+    before = repr((optimizer.state_dict(), vars(optimizer)))
+    drawn = torch.get_rng_state()
     assert steps_in_rounds(optimizer) == in_rounds
-    assert repr(optimizer.state_dict()) == before
+    assert repr((optimizer.state_dict(), vars(optimizer))) == before
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_optimizers_within_another_one_have_to_step_its_groups() -> None:

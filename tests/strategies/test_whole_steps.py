@@ -20,10 +20,13 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import TinyData, TinyExperts, TinyModel
 
 
-class One:
-    """An exchange of one rank."""
+class Two:
+    """An exchange of two ranks."""
 
-    rank, size = 0, 1
+    rank, size = 0, 2
+
+    def agrees(self, answer: bool) -> bool:
+        return answer
 
     def is_shared(self, parameter: torch.Tensor) -> bool:
         return True
@@ -42,28 +45,37 @@ class Counting(SGD):
         super().step(closure)
 
 
+HOST = torch.device("cpu")
+
+
 @pytest.mark.parametrize(
-    ("sizes", "rounds"),
+    ("device", "sizes", "rounds"),
     [
-        ([50, 50, 50, 50, 50], [[50], [50], [50], [50], [50]]),
-        ([20, 40, 60, 10, 30], [[20, 40], [60], [10, 30]]),
-        ([90, 10, 10], [[90], [10, 10]]),
+        (None, [50] * 8, [[[50]] * 2] * 4),
+        (None, [32] * 8, [[[32, 32]] * 2] * 2),
+        # The work of the largest is half of all: other owners would wait for it in rounds.
+        (None, [160, 40, 40, 40, 40], [[[160], [40] * 4]]),
+        (None, [80, 80, 80, 40, 40, 40], [[[80], [80]], [[80, 40], [40, 40]]]),
+        (None, [10, 10], [[[10], [10]]]),
+        (HOST, [160, 40, 40, 40, 40], [[[], [40]], [[160], [40, 40]], [[], [40]]]),
+        (HOST, [], [[[], []]]),
     ],
 )
-def test_a_round_holds_a_limit_of_bytes_or_the_largest_parameter(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int], rounds: list[list[int]]
+def test_rounds_have_a_limit_of_bytes_and_equal_work_of_each_owner(
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device | None,
+    sizes: list[int],
+    rounds: list[list[list[int]]],
 ) -> None:
     monkeypatch.setattr(whole_steps, "ROUND_BYTES", 4 * 64)
-    parameters = [Parameter(torch.zeros(size)) for size in sizes]
-    exchange: Any = One()
-    for device in (torch.device("cpu"), None):
-        steps = WholeSteps(SGD(parameters), exchange, device=device)
-        found = [[each.numel() for each in some[0]] for some in steps._rounds(parameters)]
-        assert found == rounds
-    on_host = WholeSteps(Counting(parameters), exchange, device=torch.device("cpu"))
-    assert len(on_host._rounds(parameters)) == len(rounds)  # gathered so, and stepped at once
-    at_once = WholeSteps(Counting(parameters), exchange)
-    assert [len(some[0]) for some in at_once._rounds(parameters)] == [len(sizes)]
+    parameters = [Parameter(torch.zeros(size)) for size in sizes or [1]]
+    exchange: Any = Two()
+    steps = WholeSteps(SGD(parameters), exchange, device=device)
+    found = steps._rounds(parameters if sizes else [])
+    assert [[[each.numel() for each in own] for own in some] for some in found] == rounds
+    at_once = WholeSteps(Counting(parameters), exchange, device=device)
+    is_divided = device is not None  # on a host gathered in rounds, and stepped at once
+    assert len(at_once._rounds(parameters if sizes else [])) == (len(rounds) if is_divided else 1)
 
 
 def test_an_exchange_is_counted_on_its_own_axis_beside_another_of_its_operator() -> None:
