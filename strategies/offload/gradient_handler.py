@@ -12,7 +12,7 @@ present settings.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from boltmesh.strategies.grad_norm import HasSquaredNorm, joint_norm
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.buckets import Bucket, Slot
 from boltmesh.strategies.offload.host_memory import HostArena
 from boltmesh.strategies.offload.state import OffloadedState
@@ -117,7 +118,8 @@ class GradientHandler:
     """Takes gradients as they arrive, and keeps those of the coming step.
 
     ``kept`` is the state that the gradients update, ``stepper`` runs the steps, ``lane`` copies to
-    the host. The other arguments are those of ``OffloadEngine`` and its ``adopt``.
+    the host. ``take_away_unused`` removes a shard's gradient that was reduced, but that no rank
+    had. The other arguments are those of ``OffloadEngine`` and its ``adopt``.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class GradientHandler:
         lane: CopyStream,
         exposes_gradients: bool,
         comes_late: bool = False,
+        take_away_unused: Callable[[Tensor], None] = noop,
     ) -> None:
         self.exposes_gradients = exposes_gradients
         self.is_watching = not (exposes_gradients or comes_late)
@@ -141,6 +144,7 @@ class GradientHandler:
         self._stepper = stepper
         self._device = device
         self._lane = lane
+        self._take_away_unused = take_away_unused
         self._arena = HostArena(device)
         self._host_gradients: dict[Bucket, Tensor] = {}
         self._gradients: dict[Bucket, BucketGradients] = {}
@@ -182,7 +186,10 @@ class GradientHandler:
 
     def _arrive(self, bucket: Bucket, slot: Slot, parameter: Parameter) -> None:
         """Take a gradient that is complete on this rank. Called on the stream that reduced it."""
-        if self._is_blocked or parameter.grad is None:
+        if self._is_blocked:
+            return
+        self._take_away_unused(parameter)  # before it counts: ranks agree on what has arrived
+        if parameter.grad is None:
             return
         self.early.check(bucket, "has another gradient")
         self.unguess(bucket)
