@@ -5,7 +5,8 @@ All ranks have to reduce the same gradients, so a rank without one gives zeros. 
 the parameter must get none, as in one process: an optimizer then leaves it alone. A rank notes in
 the job's store for which parameters it gives zeros, before it enters the reduction. Once that has
 ended, all ranks have entered it, and what each of them noted is there. A rank that gives none does
-not use the store.
+not use the store. Notes are read at the end of the backward pass, and with offload, which takes
+gradients away, before one counts as arrived: the same ones then arrive on all ranks.
 """
 
 import hashlib

@@ -314,8 +314,6 @@ class OrderCheck:
             paired with a gather; on the CPU, so that it waits for no kernel.
         is_synchronized: Whether another mechanism makes all ranks gather the same just now, so
             that nothing is compared. Equal on all ranks.
-        completes: Whether a reduction includes parameters of a unit that have a gradient on other
-            ranks alone, such as experts.
         patience_s: In place of PATIENCE_S.
         on_stuck: See ``FailureBoard``.
     """
@@ -325,7 +323,6 @@ class OrderCheck:
         group: ProcessGroup,
         *,
         is_synchronized: Callable[[], bool] = lambda: False,
-        completes: bool = True,
         patience_s: float | None = None,
         on_stuck: Callable[[BoltMeshError], None] = lambda _: None,
     ) -> None:
@@ -336,7 +333,6 @@ class OrderCheck:
         self._order = KnownOrder()
         self._events: dict[tuple[str, ...], CollectiveEvent] = {}
         self._missing = MissingGradients(group.group_name, len(self._ranks))
-        self._completes = completes
         # A ring, whole from the beginning, so that a long run does not grow by it.
         self._history: list[CollectiveEvent | None] = [None] * _REMEMBERED_EVENTS
         self._count = 0
@@ -424,7 +420,7 @@ class OrderCheck:
     ) -> ZeroGradients | None:
         """Record a reduction; return the parameters without a gradient that it includes."""
         zeros: set[str] = set()
-        if missing and self._completes and self._is_on and not self._is_synchronized():
+        if missing and self._is_on and not self._is_synchronized():
             zeros = self._missing.to_include(named, reduced, missing, self._order.expected)
         key = (named, *sorted({*reduced, *zeros}))
         event = self._events.get(key)

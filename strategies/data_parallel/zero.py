@@ -150,7 +150,6 @@ class ZeroAxis(DataAxis):
         guard = OrderCheck(
             group,
             is_synchronized=is_synchronized,
-            completes=not self.options.has_offload,  # which takes gradients away one by one
             on_stuck=self._fail,
         )
         guard.attach(model.units, model.root)

@@ -26,6 +26,7 @@ from typing_extensions import override
 from boltmesh.errors import OffloadError
 from boltmesh.lightning_import import logger
 from boltmesh.strategies.grad_norm import NormShare
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.bucket_layout import (
     ShardedParam,
     collect_sharded_params,
@@ -40,6 +41,7 @@ from boltmesh.strategies.offload.stepper import Stepper, worker_threads
 from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.offload.streams import CopyStream
 from boltmesh.strategies.offload.update_rule import AdamRule, WholeRule
+from boltmesh.strategies.torch_compat.fsdp import take_away_unused
 from boltmesh.strategies.torch_compat.fsdp_hooks import watch_dropped_gathers
 from boltmesh.strategies.torch_compat.optimizers import patch_optimizer
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -94,6 +96,7 @@ class OffloadEngine(StepBarrier):
         self._units: dict[str, list[ShardedParam]] = {}
         self._modules: dict[str, FSDPModule] = {}
         self._layers: dict[str, list[Module]] = {}
+        self._take_away_unused: Callable[[Tensor], None] = noop
         self._optimizers: list[Optimizer] = []
         self._whole_steps: dict[Optimizer, Callable[[Optimizer], None]] = {}
         self._restores: list[Callable[[], None]] = []
@@ -118,6 +121,7 @@ class OffloadEngine(StepBarrier):
         self._modules = dict(units)
         for unit in units.values():
             watch_dropped_gathers(unit, _abandon)
+        self._take_away_unused = take_away_unused(units.values())
 
     def adopt(
         self,
@@ -160,6 +164,7 @@ class OffloadEngine(StepBarrier):
             lane=self._lane,
             exposes_gradients=exposes_gradients or len(optimizers) != 1 or bool(whole_steps),
             comes_late=comes_late,
+            take_away_unused=self._take_away_unused,
         )
         self._clipper = Clipper(self.kept, self._arrivals, self.device)
         self._take(optimizers)

@@ -12,7 +12,7 @@ present settings.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from boltmesh.strategies.grad_norm import HasSquaredNorm, joint_norm
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.buckets import Bucket, Slot
 from boltmesh.strategies.offload.host_memory import HostArena
 from boltmesh.strategies.offload.state import OffloadedState
@@ -34,8 +35,9 @@ from boltmesh.strategies.torch_compat.autograd import after_gradient
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
 WARMUP_STEPS = 10
-"""Gradients are clipped often at first, and a correction then loses digits of the second moment,
-which is close to zero: up to a tenth of the first step, 8e-6 of the tenth and later ones."""
+"""The first steps of a run, and of a parameter, are not speculative. Gradients are clipped often at
+first, and a correction then loses digits of the second moment, which is close to zero: up to a
+tenth of the first step, 8e-6 of the tenth and later ones."""
 
 
 class ClipPredictor:
@@ -116,7 +118,8 @@ class GradientHandler:
     """Takes gradients as they arrive, and keeps those of the coming step.
 
     ``kept`` is the state that the gradients update, ``stepper`` runs the steps, ``lane`` copies to
-    the host. The other arguments are those of ``OffloadEngine`` and its ``adopt``.
+    the host. ``take_away_unused`` removes a shard's gradient that was reduced, but that no rank
+    had. The other arguments are those of ``OffloadEngine`` and its ``adopt``.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class GradientHandler:
         lane: CopyStream,
         exposes_gradients: bool,
         comes_late: bool = False,
+        take_away_unused: Callable[[Tensor], None] = noop,
     ) -> None:
         self.exposes_gradients = exposes_gradients
         self.is_watching = not (exposes_gradients or comes_late)
@@ -140,6 +144,7 @@ class GradientHandler:
         self._stepper = stepper
         self._device = device
         self._lane = lane
+        self._take_away_unused = take_away_unused
         self._arena = HostArena(device)
         self._host_gradients: dict[Bucket, Tensor] = {}
         self._gradients: dict[Bucket, BucketGradients] = {}
@@ -181,7 +186,10 @@ class GradientHandler:
 
     def _arrive(self, bucket: Bucket, slot: Slot, parameter: Parameter) -> None:
         """Take a gradient that is complete on this rank. Called on the stream that reduced it."""
-        if self._is_blocked or parameter.grad is None:
+        if self._is_blocked:
+            return
+        self._take_away_unused(parameter)  # before it counts: ranks agree on what has arrived
+        if parameter.grad is None:
             return
         self.early.check(bucket, "has another gradient")
         self.unguess(bucket)
@@ -224,23 +232,32 @@ class GradientHandler:
             return
         optimizer = self._kept.owner[bucket]
         assert optimizer is not None
-        if not self._may_differ_by_timing(bucket, is_clipped=optimizer in self.clipped):
+        # More gradients may come where some are missing, as of experts without rows.
+        may_change = optimizer in self.clipped or len(gradients.slots) < len(bucket.slots)
+        if not self._may_differ_by_timing(bucket, may_change=may_change):
             return
         step = plan_step(self._kept, optimizer, bucket, gradients)
-        rule = step.rule
-        is_reversible = all(rule.is_reversible(each.settings) for each in step.updates.values())
+        rule, updates = step.rule, step.updates.values()
+        is_reversible = all(
+            rule.is_reversible(each.settings) and each.step > WARMUP_STEPS for each in updates
+        )
         if is_reversible and not self._kept.copies.is_written_once(bucket):
             self._stepper.guess(bucket, step)
 
-    def _may_differ_by_timing(self, bucket: Bucket, *, is_clipped: bool) -> bool:
+    def _may_differ_by_timing(self, bucket: Bucket, *, may_change: bool) -> bool:
         """Whether rounding in this bucket may depend on how far a speculative step has come.
 
-        A chunk that is clipped is either stepped once, or stepped and corrected. Copies of a
-        shard on several ranks would diverge by it, and nothing makes them equal again.
+        A chunk that is clipped is either stepped once, or stepped and corrected, and one that gets
+        another gradient stepped once, or stepped, undone and stepped. Copies of a shard on several
+        ranks would diverge by it, and nothing makes them equal again.
+
+        Args:
+            bucket: The bucket.
+            may_change: Whether a speculative step of it may have to be changed.
         """
         if torch.are_deterministic_algorithms_enabled():
             return False
-        return not (is_clipped and any(each.has_copies for each in bucket.slots))
+        return not (may_change and any(each.has_copies for each in bucket.slots))
 
     def collect(self, bucket: Bucket) -> None:
         """Take what is still in ``.grad``: of earlier micro-batches, exposed, or late."""

@@ -1,6 +1,6 @@
 """The private state of FSDP2's units, the modules that ``fully_shard`` was applied to."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -125,7 +125,7 @@ def forget_step(root: FSDPModule) -> None:
 
 
 def _forget_gradients(group: Any) -> None:
-    vars(group).get("_filled", {}).clear()
+    group.forget_filled()
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
         if (unsharded := unsharded_parameter(param)) is not None:
@@ -194,6 +194,23 @@ class StepUnits:
                 is_trained = param.sharded_param.requires_grad
                 if unsharded is not None and unsharded.requires_grad != is_trained:
                     unsharded.requires_grad_(is_trained)
+
+
+def take_away_unused(units: Iterable[FSDPModule]) -> Callable[[Tensor], None]:
+    """Return a function for hooks on gradients of shards: it takes away one that no rank had.
+
+    Args:
+        units: Instrumented ones, see ``fsdp_hooks``.
+    """
+    groups = [group for unit in units for group in parameter_groups(unit)]
+    places = {each.sharded_param: (group, each) for group in groups for each in group.fsdp_params}
+
+    def take_away(shard: Tensor) -> None:
+        group, param = places.get(shard, (None, None))
+        if group is not None:
+            group.take_away_filled([param])
+
+    return take_away
 
 
 @dataclass(frozen=True)

@@ -196,15 +196,14 @@ class InstrumentedParamGroup(FSDPParamGroup):
 
     @override
     def finalize_backward(self) -> None:
-        if self.reduce_grads and any(self._split_by_gradient()[0]):
+        if self.reduce_grads and self._split_by_gradient()[0]:
             # A block that reentrant checkpoints ran again more than once: FSDP2 reduces the first.
             state = self._training_state
             self.post_backward()
             self._training_state = state
         with self.phases.wait():
             self._drop(super().finalize_backward)
-        if self._filled:
-            self._take_away_filled()
+        self.take_away_filled(self._filled)
 
     @override
     def _reset_iter_state(self) -> None:  # new in torch 2.13
@@ -234,10 +233,11 @@ class InstrumentedParamGroup(FSDPParamGroup):
                 if param.unsharded_accumulated_grad is None and hasattr(param, "_unsharded_param"):
                     param.to_accumulated_grad_if_needed()
 
-    def _take_away_filled(self) -> None:
-        """Take away gradients of parameters for which no rank had one."""
+    def take_away_filled(self, params: Iterable[Any]) -> None:
+        """Take away gradients of those of the ``FSDPParam`` for which no rank had one."""
         # With replicas, shards have a gradient from the last micro-batch on.
-        ended = [param for param in self._filled if param.sharded_param.grad is not None]
+        filled = [param for param in params if param in self._filled]
+        ended = [param for param in filled if param.sharded_param.grad is not None]
         if ended and self.device.type != "cpu":
             self.device_handle.current_stream().synchronize()  # other ranks have begun the same
         for param in ended:
@@ -245,6 +245,10 @@ class InstrumentedParamGroup(FSDPParamGroup):
                 (param._param_fqn or "") in each.without_any for each in self._filled.pop(param)
             ):
                 param.sharded_param.grad = None
+
+    def forget_filled(self) -> None:
+        """Forget a step that was cut short."""
+        self._filled.clear()
 
     def _split_by_gradient(self) -> tuple[list[str], list[str]]:
         reduced: list[str] = []

@@ -84,6 +84,30 @@ def test_a_guess_that_was_wrong_is_corrected() -> None:
         assert difference < CLOSE
 
 
+def _use_only(twin: Twin, layer: str) -> None:
+    for model in (twin.ours, twin.reference):
+        used = getattr(model.blocks[0], layer)
+        model.blocks[0].forward = lambda x, used=used: x + used(torch.tanh(x))
+
+
+def _wrong_guess_of_a_first_step() -> tuple[Counter[str], float]:
+    twin = Twin()
+    _use_only(twin, "up")
+    twin.train(WARMUP_STEPS + 1, max_norm=1e3)
+    twin.drains = True
+    _use_only(twin, "down")  # as many gradients as before
+    twin.backward()
+    assert twin.clip(1e-3)
+    twin.step()
+    return twin.engine.counts, twin.difference()
+
+
+def test_first_steps_of_a_parameter_are_not_guessed_late_in_a_run() -> None:
+    ((counts, difference),) = on_ranks(_wrong_guess_of_a_first_step)
+    assert counts["corrected"] == 3
+    assert difference < CLOSE
+
+
 def _always_clipped() -> tuple[Counter[str], float]:
     twin = Twin()
     assert twin.train(WARMUP_STEPS + 4, max_norm=1e-2) == WARMUP_STEPS + 4
@@ -418,12 +442,14 @@ def test_nothing_is_guessed_where_steps_have_to_repeat_to_the_bit() -> None:
     assert counts == {"plain": (WARMUP_STEPS + 4) * 4}
 
 
-def _copied_shards(max_norm: float | None) -> Counter[str]:
+def _copied_shards(max_norm: float | None, uses: str | None = None) -> Counter[str]:
     offloaded.init_device_mesh = lambda kind, shape: init_device_mesh(  # type: ignore[assignment,misc,attr-defined]
         kind, (*shape, 1), mesh_dim_names=("copies", "shards")
     )
     twin = Twin()
     twin.drains = True
+    if uses is not None:
+        _use_only(twin, uses)
     twin.train(WARMUP_STEPS + 4, max_norm)
     return twin.engine.counts
 
@@ -434,6 +460,15 @@ def _clipped_copies() -> Counter[str]:
 
 def _unclipped_copies() -> Counter[str]:
     return _copied_shards(None)
+
+
+def _copies_without_a_gradient() -> Counter[str]:
+    return _copied_shards(None, "up")
+
+
+def test_copies_of_shards_that_may_get_another_gradient_are_not_guessed() -> None:
+    for counts in on_ranks(_copies_without_a_gradient, 2):
+        assert counts["committed"] == 3 * 4
 
 
 @pytest.mark.full
