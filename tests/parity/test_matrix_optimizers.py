@@ -164,6 +164,17 @@ def test_rounds_of_a_step_are_one_step(
         assert seen
 
 
+def derived(rank: int, world_size: int) -> Trace:
+    torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])  # hooks are run by ``Muon.step`` now
+    return sharded(rank, world_size, "wide_muon", 1, {"stage": 1})
+
+
+def test_a_step_that_calls_that_of_its_base_runs_hooks_once() -> None:
+    reference = run_ranks(one_process, 1, "wide_muon", 1, 2)[0]
+    for trace in run_ranks(derived, 2):
+        assert find_differences(reference, trace) == []
+
+
 def full(parameter: torch.Tensor) -> torch.Tensor:
     value = parameter.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value
