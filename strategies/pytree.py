@@ -39,7 +39,12 @@ def take_apart(value: Any) -> tuple[list[Any], Build]:
     if isinstance(value, MUTABLE_FREE):
         return [value], _first
     close: Build
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
+    kind = type(value)
+    if kind is tuple or kind is list:  # the most frequent kinds, for which torch takes long
+        children, close = list(value), kind
+    elif kind is dict:
+        children, close = list(value.values()), partial(_keyed_by, list(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
         names = [each.name for each in dataclasses.fields(value)]
         children = [getattr(value, name) for name in names]
 
@@ -161,6 +166,10 @@ def _with_fields(value: Any, names: Sequence[str], made: Sequence[Any]) -> Any:
     for name, each in zip(names, made, strict=True):
         object.__setattr__(changed, name, each)
     return changed
+
+
+def _keyed_by(keys: Sequence[Any], members: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(keys, members, strict=True))
 
 
 def _first(leaves: Sequence[Any]) -> Any:

@@ -5,6 +5,7 @@ Generators that modules hold are restored by ``generators_unchanged``.
 
 import pickle
 import random
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -100,21 +101,25 @@ _HOST_GENERATORS = (
 )
 
 
+_PLAIN = frozenset({bool, int, float, str, type(None), OrderedDict})
+"""Classes of most attributes of modules."""
+
+
 def held_generators(modules: Iterable[Module]) -> list[Any]:
     """Return the generators that are attributes of modules, or in a list or dict that is one."""
-    by_id: dict[int, Any] = {}
+    found: list[Any] = []
     for module in modules:
         for value in vars(module).values():
             kind = type(value)
-            members: Iterable[Any] = (value,)
+            if kind in _PLAIN:
+                continue
             if kind is dict:
-                members = value.values()
+                found += filter(_is_generator, value.values())
             elif kind is list or kind is tuple:
-                members = value
-            for each in members:
-                if _is_generator(each):
-                    by_id[id(each)] = each
-    return list(by_id.values())
+                found += filter(_is_generator, value)
+            elif _is_generator(value):
+                found.append(value)
+    return list({id(each): each for each in found}.values())
 
 
 def _is_generator(value: object) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -44,6 +45,9 @@ from boltmesh.strategies.torch_compat.tensors import (
 )
 
 CONTAINERS = (dict, list, set, OrderedDict, defaultdict, Counter, deque)
+_CONTAINERS = frozenset(CONTAINERS)
+_NESTED = (*CONTAINERS, tuple)
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 MOST_MEMBERS = 256
 """Larger containers are not searched: lists for several loaders are small, datasets are not."""
@@ -106,6 +110,7 @@ _IN_PLACE = re.compile(
 )
 
 
+@cache
 def writes_to_first(name: str) -> bool:
     """Whether a function of that name writes to its first argument, and gives it or nothing."""
     return bool(_IN_PLACE.fullmatch(name))
@@ -190,9 +195,10 @@ def _add_containers(
     """Add each container among values, nested ones too, with a copy and by identity."""
     for value in values:
         kind = type(value)
-        if kind in CONTAINERS:
+        if kind in _CONTAINERS:
             if id(value) not in containers:
-                containers[id(value)] = value, value.copy()
+                # Most are empty, such as a module's dictionaries of hooks, and slow to copy.
+                containers[id(value)] = value, value.copy() if value else ()
         elif kind is not tuple:
             continue
         if depth > 1 and 0 < len(value) <= MOST_MEMBERS:
@@ -202,7 +208,9 @@ def _add_containers(
 
 def leaves_of(attribute: Any) -> list[Any]:
     """Return what an attribute holds, nested too; nothing of a large container, which is data."""
-    if isinstance(attribute, (*CONTAINERS, tuple)) and len(attribute) > MOST_MEMBERS:
+    if type(attribute) in _PLAIN:
+        return [attribute]
+    if isinstance(attribute, _NESTED) and not 0 < len(attribute) <= MOST_MEMBERS:
         return []
     return tree_leaves(attribute)
 

@@ -168,9 +168,9 @@ class DryRun:
             id(value): (f"{path}.{name}".lstrip("."), value)
             for path, module in self.module.named_modules()
             for name, attribute in vars(module).items()
-            if not hasattr(module, f"{name}_orig")  # of which it is made, as by torch's pruning
             for value in leaves_of(attribute)
             if _has_floats(value)
+            if not hasattr(module, f"{name}_orig")  # of which it is made, as by torch's pruning
         }
 
     def _new_attributes(self, earlier: Mapping[int, Any]) -> list[tuple[str, Any]]:

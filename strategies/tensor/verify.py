@@ -142,6 +142,8 @@ class _Proof:
         """Outcomes of the whole model, the cheapest run first."""
         self.nudged: dict[_Run, DryRunOutcome] = {}
         """Outcomes with nudged parameters, if they were needed."""
+        self.compared: list[tuple[TensorPlan, _Run, str | None, Counted]] = []
+        """Plans, each with the fault and the traffic in a run, the same on all ranks."""
         self.rehearsal = stage.rehearsal
         self.tolerance = TOLERANCE
         self.counted: Counted | None = None
@@ -336,25 +338,35 @@ class _Proof:
 
     def _fault(self, plan: TensorPlan, backends: Mapping[str, Backend]) -> str | None:
         """Return how the plan with these backends differs from the whole model."""
-        planned = replace(plan, backends=dict(backends))
+        planned = replace(plan, backends=dict(backends), notes=())
         self.counted = None
         for run in self.wholes:
-            if self.group is None:
-                self.group = self.stage.new_group()
-            has_raised = False
-            counter = CountedGroup(self.group.process_group)
-            try:
-                fault = self._compare(planned, run, self.group, counter)
-            except Exception as error:  # noqa: BLE001 - code that needs full sizes raises anything
-                fault, has_raised = f"raises {type(error).__name__}: {_one_line(error)}", True
-            fault = self._first(fault)
+            fault, counted = self._outcome_of(planned, run)
             if fault is not None:
-                # A group on which a rank has raised may have messages under way.
-                self.close(is_idle=not self._first("raised" if has_raised else None))
                 return fault
             if run.has_backward and not run.passed and self._has_own_precision:
-                self.counted = counter.counted
+                self.counted = counted
         return None
+
+    def _outcome_of(self, planned: TensorPlan, run: _Run) -> tuple[str | None, Counted]:
+        """Return how a run by the plan differs, and its traffic; each plan runs once."""
+        for plan, done, fault, counted in self.compared:
+            if done is run and plan == planned:
+                return fault, counted
+        if self.group is None:
+            self.group = self.stage.new_group()
+        has_raised = False
+        counter = CountedGroup(self.group.process_group)
+        try:
+            fault = self._compare(planned, run, self.group, counter)
+        except Exception as error:  # noqa: BLE001 - code that needs full sizes raises anything
+            fault, has_raised = f"raises {type(error).__name__}: {_one_line(error)}", True
+        fault = self._first(fault)
+        if fault is not None:
+            # A group on which a rank has raised may have messages under way.
+            self.close(is_idle=not self._first("raised" if has_raised else None))
+        self.compared.append((planned, run, fault, counter.counted))
+        return fault, counter.counted
 
     def close(self, *, is_idle: bool = True) -> None:
         """Destroy the communicator of the last trial."""

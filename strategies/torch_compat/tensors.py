@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional
+from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,6 +58,16 @@ def is_fake(value: Any) -> bool:
 def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """Return a fake tensor of the same shape, dtype, device and class."""
     return mode.from_tensor(tensor)
+
+
+def contiguous_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a contiguous fake tensor or parameter of the same shape, dtype and device."""
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    made = FakeTensor(mode, values, tensor.device)
+    if isinstance(tensor, Parameter):
+        made._is_param = True
+        made.requires_grad_(tensor.requires_grad)
+    return made
 
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)

@@ -257,7 +257,10 @@ class TailTrial:
 
     def values_in(self, part: Any) -> tuple[tuple[ValueSpec, bool], ...]:
         """Return specs of the values that the end of the step uses, for some rows."""
-        with self._untraced():
+        step = self._step
+        with self._around():
+            is_known = self._plans.knows(step.step, part, *step.rest, kwargs=step.kwargs)
+        with self._around() if is_known else self._untraced():
             plan = self._tail(part).plan
         return tuple(zip(plan.values_in, plan.row_values, strict=True))
 

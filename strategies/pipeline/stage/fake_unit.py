@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
@@ -41,6 +40,7 @@ from boltmesh.strategies.torch_compat.modules import needless_conversions_skippe
 from boltmesh.strategies.torch_compat.tensors import (
     NEEDS_DATA,
     FakeTensorMode,
+    contiguous_fake,
     is_fake,
     make_fake,
     storage_key,
@@ -147,11 +147,7 @@ def run_on_fakes(
 
 def _fake_state(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """Return a fake parameter or buffer of the same shape and dtype, contiguous if absent."""
-    if not is_absent(tensor):
-        return make_fake(tensor, mode)
-    with mode:
-        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return Parameter(values, tensor.requires_grad) if isinstance(tensor, Parameter) else values
+    return contiguous_fake(tensor, mode) if is_absent(tensor) else make_fake(tensor, mode)
 
 
 class _Watch(TorchFunctionMode):

@@ -250,6 +250,12 @@ class StagePlans:
             )
         return tail
 
+    def knows(
+        self, step: str, batch: Any, *rest: Any, kwargs: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Whether batches like this one need no trace; arguments as for :meth:`stages`."""
+        return () in self._of_signature(self._state(step), batch, rest, kwargs).traces
+
     def learn(
         self,
         step: str,

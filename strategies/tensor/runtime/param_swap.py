@@ -178,6 +178,8 @@ class ReplicatedOutput:
 
 def map_floats(function: Any, value: Any) -> Any:
     """Apply a function to the floating-point tensors in a nested value, keeping its structure."""
-    return tree_map_only(
-        Tensor, lambda each: function(each) if each.is_floating_point() else each, value
-    )
+
+    def change(tensor: Tensor) -> Any:
+        return function(tensor) if tensor.is_floating_point() else tensor
+
+    return change(value) if isinstance(value, Tensor) else tree_map_only(Tensor, change, value)
