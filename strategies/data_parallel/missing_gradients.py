@@ -6,7 +6,8 @@ the parameter must get none, as in one process: an optimizer then leaves it alon
 the job's store for which parameters it gives zeros, before it enters the reduction. Once that has
 ended, all ranks have entered it, and what each of them noted is there. A rank that gives none does
 not use the store. Notes are read at the end of the backward pass, and with offload, which takes
-gradients away, before one counts as arrived: the same ones then arrive on all ranks.
+gradients away, before one counts as arrived: the same ones then arrive on all ranks. A rank removes
+its notes once a later backward pass has reduced something: all ranks have read them by then.
 """
 
 import hashlib
@@ -90,13 +91,18 @@ class MissingGradients:
         """Unit and parameters of each reduction, by its key."""
         self._unread: list[ZeroGradients] = []
         self._read: list[ZeroGradients] = []
-        """Notes that were read since this rank noted something."""
+        """Notes that were read in this batch and step."""
         self._old: list[ZeroGradients] = []
-        """Notes that this rank read before: all ranks have, once they began a later reduction."""
+        """Notes of earlier ones: all ranks have read them, once they began a later reduction."""
 
     def begin_run(self) -> None:
         """Begin a run, on all ranks."""
         self._run += 1
+
+    def begin_backward(self) -> None:
+        """Begin another batch or step: the backward passes before it have ended on this rank."""
+        self._old += self._read
+        self._read = []
 
     def learn(self, key: int, unit: str, names: Collection[str]) -> None:
         """Keep which parameters a reduction includes."""
@@ -129,8 +135,6 @@ class MissingGradients:
             number: Number of the reduction in the run, equal on all ranks.
             names: The parameters.
         """
-        self._old += self._read
-        self._read = []
         keys = f"boltmesh-zeros-{self._name}-{self._run}-{number}"
         noted = ZeroGradients(keys, names, self._num_ranks, self._forget_old)
         self._unread.append(noted)

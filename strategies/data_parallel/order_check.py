@@ -390,6 +390,7 @@ class OrderCheck:
         """Record an optimizer step; what follows is compared with what followed the last one."""
         self.record("ended an optimizer step")
         self._order.restart(START)
+        self._missing.begin_backward()
 
     def explain(self, error: BaseException) -> None:
         """Put the mismatch into an error that is its consequence, such as a lost connection."""
@@ -442,6 +443,7 @@ class OrderCheck:
             self._order.restart(_EVALUATION)
             return
         self.record("began a training batch")
+        self._missing.begin_backward()
         if self._is_evaluating:
             self._is_evaluating = False
             self._order.restart(START)

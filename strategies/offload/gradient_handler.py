@@ -232,9 +232,7 @@ class GradientHandler:
             return
         optimizer = self._kept.owner[bucket]
         assert optimizer is not None
-        # More gradients may come where some are missing, as of experts without rows.
-        may_change = optimizer in self.clipped or len(gradients.slots) < len(bucket.slots)
-        if not self._may_differ_by_timing(bucket, may_change=may_change):
+        if not self._may_differ_by_timing(bucket):
             return
         step = plan_step(self._kept, optimizer, bucket, gradients)
         rule, updates = step.rule, step.updates.values()
@@ -244,20 +242,14 @@ class GradientHandler:
         if is_reversible and not self._kept.copies.is_written_once(bucket):
             self._stepper.guess(bucket, step)
 
-    def _may_differ_by_timing(self, bucket: Bucket, *, may_change: bool) -> bool:
+    def _may_differ_by_timing(self, bucket: Bucket) -> bool:
         """Whether rounding in this bucket may depend on how far a speculative step has come.
 
-        A chunk that is clipped is either stepped once, or stepped and corrected, and one that gets
-        another gradient stepped once, or stepped, undone and stepped. Copies of a shard on several
-        ranks would diverge by it, and nothing makes them equal again.
-
-        Args:
-            bucket: The bucket.
-            may_change: Whether a speculative step of it may have to be changed.
+        A chunk is either stepped once, or stepped and corrected or undone. Copies of a shard on
+        several ranks would diverge by it, and nothing makes them equal again.
         """
-        if torch.are_deterministic_algorithms_enabled():
-            return False
-        return not (may_change and any(each.has_copies for each in bucket.slots))
+        has_copies = any(each.has_copies for each in bucket.slots)
+        return not (has_copies or torch.are_deterministic_algorithms_enabled())
 
     def collect(self, bucket: Bucket) -> None:
         """Take what is still in ``.grad``: of earlier micro-batches, exposed, or late."""

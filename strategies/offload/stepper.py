@@ -149,6 +149,11 @@ class BucketGradients:
         """Return the tensors that hold the gradients, flat."""
         return list(self._held.values())
 
+    def chunks(self) -> list[BucketChunk]:
+        """Return the chunks of the bucket that have a gradient."""
+        chunks = self.bucket.chunks
+        return [c for c in chunks if any(each.slot in self._held for each in c.pieces())]
+
     def pieces(self, chunk: BucketChunk) -> list[PieceGradient]:
         """Return the gradients of a chunk, on the device of its state."""
         return [
@@ -384,7 +389,7 @@ class Stepper:
     def guess(self, bucket: Bucket, step: BucketStep) -> None:
         """Step speculatively, as if nothing was clipped."""
         guess = self._guesses[bucket] = _Guess(step)
-        for chunk in bucket.chunks:
+        for chunk in step.gradients.chunks():
             action = partial(step.rule.apply, coefficient=1.0)
             guess.jobs.append((chunk, self._submit(chunk, step, action)))
 
@@ -397,7 +402,7 @@ class Stepper:
             guess = None
         self._guesses.pop(bucket, None)
         guessed = dict(guess.jobs) if guess is not None else {}
-        for chunk in bucket.chunks:
+        for chunk in step.gradients.chunks():
             job = guessed.get(chunk)
             action: _Action
             if job is None or self.worker.cancel(job):
@@ -445,8 +450,6 @@ class Stepper:
     def _run(self, chunk: BucketChunk, step: BucketStep, action: _Action) -> None:
         step.gradients.wait()
         pieces = step.gradients.pieces(chunk)
-        if not pieces:
-            return
         assert chunk.store is not None
         self._copies.wait(chunk)
         state = chunk.store.acquire(chunk.number)

@@ -103,6 +103,29 @@ class Full(Routed):
                 expert.parts = expert.parts[:1]
 
 
+class Unfreezing(Full):
+    """Trains one more expert of each block from a step on, which is never used."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.late = [Expert().requires_grad_(False) for _ in self.blocks]
+        for block, expert in zip(self.blocks, self.late, strict=True):
+            assert isinstance(block, Mixture)
+            block.experts.append(expert)
+            expert.parts = expert.parts[:1]
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.global_step == int(self.kind) and self.late:
+            late, self.late = self.late, []
+            added = [each.requires_grad_() for expert in late for each in expert.parameters()]
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": added})
+
+    def configure_optimizers(self) -> Any:
+        trained = [each for each in self.parameters() if each.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.05, weight_decay=0.3, eps=1e-4)
+
+
 class Reading(Routed):
     """Reads gradients before each step."""
 
@@ -297,6 +320,10 @@ ON_DISK: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme", "offload_par
         pytest.param(
             Case({**ON_DISK, "shard_size": 2}, ranks=4, batches=4 * BATCHES),
             id="replicated, on a disk",
+        ),
+        *(
+            pytest.param(Case(ON_HOST, module=Unfreezing, kind=step), id=f"3, unfrozen at {step}")
+            for step in "35"  # one rank then uses both experts of a block, the other one does not
         ),
     ],
 )  # fmt: skip
