@@ -41,6 +41,7 @@ class Case:
     padded: tuple[bool, ...]
     """Whether a batch has a padding mask."""
     length: int = 8
+    is_double: bool = False
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{key}={value}" for key, value in self.sizes.items())
@@ -168,7 +169,7 @@ class Module(LightningModule):
     def __init__(self, case: Case) -> None:
         super().__init__()
         seed_everything(case.seed, verbose=False)
-        self.net = model_of(case)
+        self.net = model_of(case).to(torch.float64 if case.is_double else torch.float32)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.net(**batch).loss

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.support.numbered import Losses
 from tests.support.ranks import RankFailure, run_ranks
 
 TOLERANCE = 2e-4
+"""A twentieth in fp64: transformers compute norms and losses in fp32 all the same."""
 CASE_S = 60.0
 """Most seconds that a case may take before it counts as hanging."""
 
@@ -59,7 +60,10 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: ``equal``, ``refused``, ``differs``, ``crashed`` or ``hung``."""
+    """What became of a case: ``equal``, ``refused``, ``differs``, ``crashed`` or ``hung``.
+
+    ``equal in fp64``: rounding in fp32 has grown, which a model of four channels may do in a step.
+    """
 
     case: Case
     kind: str
@@ -87,7 +91,12 @@ def outcomes(
                 failure = " ".join(str(error).split())[:300]
             done = _read(Path(folder), LAYOUTS[layout].ranks)
         for case, found in zip(waiting, done, strict=False):
-            yield _judged(case, found)
+            outcome = _judged(case, found)
+            if outcome.kind == "differs" and not case.is_double:
+                (again,) = outcomes([replace(case, is_double=True)], layout, run)
+                if again.kind == "equal":
+                    outcome = replace(outcome, kind="equal in fp64")
+            yield outcome
         del waiting[: len(done)]
         if waiting and failure:
             yield Outcome(waiting.pop(0), "hung" if "was ended" in failure else "crashed", failure)
@@ -142,7 +151,7 @@ def _judged(case: Case, found: list[Any]) -> Outcome:
     wanted = by_a_plain_loop(case)
     for rank, losses in enumerate(found):
         is_equal = len(losses) == STEPS and all(
-            math.isclose(one, other, rel_tol=TOLERANCE)
+            math.isclose(one, other, rel_tol=TOLERANCE / 20 if case.is_double else TOLERANCE)
             for one, other in zip(losses, wanted, strict=True)
         )
         if not is_equal:
