@@ -44,7 +44,7 @@ from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 
 STAND_IN_SIZE = 2
 
-ROUND_BYTES = 32 << 20
+ROUND_BYTES = 16 << 20
 """About as many bytes of whole values has a rank in a round."""
 
 _Owned = list[list[Parameter]]
