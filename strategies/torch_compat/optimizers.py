@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
+from typing_extensions import override
 
 from boltmesh.strategies.patch import patched
 
@@ -56,9 +57,20 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     return made
 
 
+class _Bare(Optimizer):
+    """Has no attributes of its own. An instance of a class of torch would hook the class's step."""
+
+    def __init__(self) -> None:
+        super().__init__([Parameter(torch.empty(0))], {})
+
+    @override
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's attributes without those of torch and of schedulers."""
-    known = (*vars(SGD([Parameter(torch.empty(0))])), "step", "zero_grad", "_opt_called")
+    known = (*vars(_Bare()), "step", "zero_grad", "_opt_called")
     return {name: value for name, value in vars(optimizer).items() if name not in known}
 
 

@@ -335,6 +335,16 @@ def test_what_may_be_stepped_one_parameter_after_the_other_is_found(
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+def hooked_by_trials(rank: int, world_size: int) -> bool:
+    assert steps_in_rounds(CountsInGroup(parameters()))
+    return hasattr(SGD.step, "hooked")
+
+
+@pytest.mark.ranks
+def test_a_trial_leaves_the_base_of_an_optimizer_without_step_hooks() -> None:
+    assert run_ranks(hooked_by_trials, 1) == [False]  # a derived step would run them twice
+
+
 def test_optimizers_within_another_one_have_to_step_its_groups() -> None:
     combined = Combined(Decays(parameters(), lr=0.1), SGD(parameters(), lr=0.1))
     assert needs_all_ranks(combined) is None

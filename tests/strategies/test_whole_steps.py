@@ -36,7 +36,7 @@ class Two:
 
 
 class Counting(SGD):
-    """Counts its calls where nobody can restore them."""
+    """Counts its calls in an attribute, which rounds do not restore."""
 
     calls = 0
 
