@@ -72,7 +72,8 @@ class _Search:
         """Yield the blocks below a module that is not a block."""
         children = [(name, each) for name, each in module.named_children() if each not in seen]
         seen.update(each for _, each in children)
-        twins = Counter(_kind_and_shapes(each) for _, each in children)
+        own = (each for _, each in children if not is_torch_class(each))
+        twins = Counter(map(_kind_and_shapes, own))
         for name, child in children:
             path = f"{prefix}{name}"
             if not can_be_block(child):

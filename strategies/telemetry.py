@@ -69,6 +69,16 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
     return recorder
 
 
+def shows_expectations(strategy: "MeshStrategy") -> bool:
+    """Whether telemetry shows what an optimizer step is expected to move.
+
+    The number of backward passes is unknown under manual optimisation.
+    """
+    module = strategy.lightning_module
+    is_known = strategy.is_fitting and module is not None and module.automatic_optimization
+    return strategy.recorder.is_on and is_known
+
+
 def record_expectations(strategy: "MeshStrategy") -> None:
     """Record the expected traffic and memory of a step, and watch what it holds."""
     strategy.recorder.expect(strategy.expected_traffic())

@@ -61,6 +61,7 @@ from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.cut import StageBoundaries
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec
+from boltmesh.strategies.telemetry import shows_expectations
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.expected_traffic import CountingGroup, OperatorTraffic, count_step
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -298,7 +299,7 @@ class ContextAxis(LayerAxis):
         module, self._counted = self.module, None
         if self.strategy.divides_modules:
             return  # stages run the end of a step once for all microbatches
-        if self.size == 1 or not self.strategy.is_fitting or not module.automatic_optimization:
+        if self.size == 1 or not shows_expectations(self.strategy):
             return
         if any(isinstance(each, DTensor) for each in module.parameters()) or not self._sample:
             return

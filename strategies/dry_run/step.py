@@ -168,6 +168,7 @@ class DryRun:
             id(value): (f"{path}.{name}".lstrip("."), value)
             for path, module in self.module.named_modules()
             for name, attribute in vars(module).items()
+            if name not in _TRAINED_OR_NESTED
             for value in leaves_of(attribute)
             if _has_floats(value)
             if not hasattr(module, f"{name}_orig")  # of which it is made, as by torch's pruning
@@ -218,6 +219,10 @@ def _let_draw(module: Module) -> None:
     module.training = True
     for child in module.children():
         _let_draw(child)
+
+
+_TRAINED_OR_NESTED = frozenset({"_parameters", "_modules"})
+"""Attributes of a module that hold its parameters and its children."""
 
 
 def _has_floats(value: object) -> bool:

@@ -32,6 +32,7 @@ from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
 from boltmesh.strategies.progress import long_phase
+from boltmesh.strategies.telemetry import shows_expectations
 from boltmesh.strategies.tensor.expected_traffic import (
     CountingGroup,
     OperatorTraffic,
@@ -227,8 +228,8 @@ class TensorAxis(LayerAxis):
     @override
     def before_wrap(self) -> None:
         """Count the traffic of a step while parameters are plain tensors, before sharding."""
-        strategy, module = self.strategy, self.module
-        if self.size == 1 or not strategy.is_fitting or not module.automatic_optimization:
+        strategy = self.strategy
+        if self.size == 1 or not shows_expectations(strategy):
             return
         if self._was_counted:
             self._counted = self._placed.counted

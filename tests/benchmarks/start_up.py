@@ -1,6 +1,7 @@
 """Seconds from ``fit`` to the end of the first step, by strategy and model, beside DDP.
 
     python tests/benchmarks/start_up.py [--models llama unet gpt] [--strategies pipeline ...]
+                                        [--telemetry]
 
 CPU seconds are those of a rank, user and system together, the largest of all ranks; they hold on a
 machine that others use too, wall seconds do not. ``UNet2DConditionModel`` needs diffusers.
@@ -125,7 +126,9 @@ def now() -> tuple[float, float]:
     return time.monotonic(), used.ru_utime + used.ru_stime
 
 
-def start(rank: int, world_size: int, kind: str, name: str, profile: str) -> tuple[float, float]:
+def start(
+    rank: int, world_size: int, kind: str, name: str, telemetry: bool, profile: str
+) -> tuple[float, float]:
     """Train two batches, and return the seconds until the first of them had ended."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -133,7 +136,7 @@ def start(rank: int, world_size: int, kind: str, name: str, profile: str) -> tup
     _, strategy, arguments = STRATEGIES[name]
     module, loader, first = Trained(kind), batches(kind), FirstStep()
     trainer = Trainer(
-        strategy=build_strategy(strategy, telemetry=False, **arguments),
+        strategy=build_strategy(strategy, telemetry=telemetry, **arguments),
         accelerator="cpu",
         devices=world_size,
         max_steps=2,
@@ -156,11 +159,14 @@ def start(rank: int, world_size: int, kind: str, name: str, profile: str) -> tup
     return first.spent[0] - began[0], first.spent[1] - began[1]
 
 
-def measure(kind: str, name: str, *, rounds: int, profile: str = "") -> tuple[float, float]:
+def measure(
+    kind: str, name: str, *, rounds: int, telemetry: bool = False, profile: str = ""
+) -> tuple[float, float]:
     """Return the medians of several starts: wall seconds, CPU seconds of the slowest rank."""
     found = []
     for _ in range(rounds):
-        ranks = run_ranks(start, STRATEGIES[name][0], kind, name, profile, timeout_s=600.0)
+        arguments = (kind, name, telemetry, profile)
+        ranks = run_ranks(start, STRATEGIES[name][0], *arguments, timeout_s=600.0)
         found.append([max(each) for each in zip(*ranks, strict=True)])
     wall, used = (statistics.median(each) for each in zip(*found, strict=True))
     return wall, used
@@ -172,6 +178,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--telemetry", action="store_true", help="record what the dashboard shows")
     parser.add_argument("--profile", default="", help="file for the profile of rank 0")
     options = parser.parse_args()
     for kind in options.models:
@@ -179,7 +186,10 @@ def main() -> None:
         alone = None
         for name in options.strategies:
             try:
-                wall, used = measure(kind, name, rounds=options.rounds, profile=options.profile)
+                wall, used = measure(
+                    kind, name, rounds=options.rounds,
+                    telemetry=options.telemetry, profile=options.profile,
+                )  # fmt: skip
             except RankFailure as failure:
                 print(f"  {name:18}{str(failure).strip().splitlines()[-1][:90]:>9}", flush=True)
                 continue

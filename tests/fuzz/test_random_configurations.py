@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.ranks]
 ONCE_FAILED = {"tensor": [64, 5041], "3d": [5041]}
 """Seeds by layout that were not equal once."""
 
-QUICK = {"tensor": [39, 66], "sequence": [0], "gpipe": [25, 34], "zero3_cpu": [41, 80]}
-"""More of `make test`, of families that ranks have imported."""
+TWENTY = {layout: list(range(at % 2, 40, 2)) for at, layout in enumerate(LAYOUTS)}
+"""Seeds by layout: every other family, the others in the next layout."""
 
-FEW = {"tensor": 4, "sequence": 3, "gpipe": 3, "3d": 2, "zero3_cpu": 2}
-"""Cases by layout, every ninth family."""
+PARTS = 5
+"""Tests of each layout."""
 
 REFUSALS = {
     r"parts that can stand in a stage": "fewer parts that can stand in a stage",
@@ -50,15 +50,15 @@ def test_what_is_refused_is_stated() -> None:
         assert re.search(rf"^\| {re.escape(row)}", ROWS, re.MULTILINE), row
 
 
-@pytest.mark.parametrize("layout", QUICK)
-def test_what_failed_once_and_a_few_more(layout: str) -> None:
-    check(layout, ONCE_FAILED.get(layout, []) + QUICK[layout], reuse_ranks)
+@pytest.mark.parametrize("layout", ONCE_FAILED)
+def test_what_failed_once(layout: str) -> None:
+    check(layout, ONCE_FAILED[layout], reuse_ranks)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", FEW)
-def test_a_few_configurations(layout: str) -> None:
-    check(layout, ONCE_FAILED.get(layout, []) + list(range(0, 9 * FEW[layout], 9)))
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_configurations(layout: str, part: int) -> None:
+    check(layout, TWENTY[layout][part::PARTS], reuse_ranks)
 
 
 @pytest.mark.full

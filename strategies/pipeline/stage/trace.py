@@ -30,6 +30,7 @@ from boltmesh.strategies.torch_compat.tensors import (
     is_fake,
     make_fake,
     storage_key,
+    storage_of,
     times_written,
 )
 
@@ -258,9 +259,10 @@ class SavedTensorWatch:
         self._unit = ""
         self._num_repeated = 0
         state = [*root.parameters(), *root.buffers()]
-        self._alive = [make_fake(each, mode) for each in state]
-        """All tensors seen, so that keys of storages stay unique."""
-        self._left_out = set(map(storage_key, self._alive))
+        fakes = [make_fake(each, mode) for each in state]
+        self._left_out = set(map(storage_key, fakes))
+        self._alive: list[Tensor | torch.UntypedStorage] = [*fakes]
+        """All storages seen, so that their keys stay unique."""
 
     def watching(self) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are recorded."""
@@ -279,14 +281,14 @@ class SavedTensorWatch:
             if not _is_weight_cast(tensor):  # exists once for all microbatches
                 self._note(tensor)
             # Detached: an operator's output and the operator would keep each other alive.
-            return tensor.detach()
+            return tensor if tensor.is_leaf else tensor.detach()
 
     def _note(self, tensor: Tensor) -> None:
         if not is_fake(tensor):
             return
         key = storage_key(tensor)
         if key not in self._left_out:
-            self._alive.append(tensor.detach())
+            self._alive.append(storage_of(tensor))
             kept = self._trace.kept.setdefault(self._unit, {})
             kept[key] = tensor.untyped_storage().nbytes()
 
@@ -308,7 +310,7 @@ class SavedTensorWatch:
                 self._num_repeated += 1
                 kept[-self._num_repeated] = size  # the tensor does not exist here
             else:
-                self._alive.append(made[at].detach())
+                self._alive.append(storage_of(made[at]))
                 kept[storage_key(made[at])] = size
 
 

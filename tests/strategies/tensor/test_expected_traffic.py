@@ -31,7 +31,7 @@ def _counted(rank: int, world_size: int, name: str, arguments: dict[str, Any]) -
             else:
                 patch.setattr(StageRehearsal, "distinct", distinct)
             seed_everything(1)
-            strategy = build_strategy(name, telemetry=False, **arguments)
+            strategy = build_strategy(name, telemetry=True, **arguments)
             trainer = Trainer(
                 strategy=strategy,
                 accelerator="cpu",
