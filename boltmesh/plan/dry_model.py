@@ -5,7 +5,6 @@ own code, and its ``training_step`` shows what autograd would keep.
 """
 
 import contextlib
-import gc
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextvars import ContextVar
@@ -35,6 +34,7 @@ from boltmesh.strategies.cost_model.model import (
 )
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.units import find_units, full_precision_modules
+from boltmesh.strategies.dry_run.step import without_garbage_collection
 from boltmesh.strategies.lightning_compat.trainer import (
     module_keeps_gradients,
     module_reads_gradients,
@@ -321,18 +321,14 @@ _kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("batches and models",
 def keeping_models() -> Iterator[None]:
     """Within, equal data give the same first batch, read once, and ``kept`` makes things once.
 
-    For plans of many layouts. Meanwhile nothing is collected: looking for cycles among what torch
-    and libraries have made takes a fifth of the time.
+    For plans of many layouts.
     """
     token = _kept.set({})
-    was_enabled = gc.isenabled()
-    gc.disable()
     try:
-        yield
+        with without_garbage_collection():
+            yield
     finally:
         _kept.reset(token)
-        if was_enabled:
-            gc.enable()
 
 
 def first_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
