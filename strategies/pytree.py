@@ -78,6 +78,11 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, MUTABLE_FREE):
         return []
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [leaf for each in value for leaf in tensors_in(each)]
+    if kind is dict:
+        return [leaf for each in value.values() for leaf in tensors_in(each)]
     return [leaf for leaf in take_apart(value)[0] if isinstance(leaf, Tensor)]
 
 

@@ -34,7 +34,7 @@ from boltmesh.strategies.cost_model.model import (
 )
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.units import find_units, full_precision_modules
-from boltmesh.strategies.dry_run.step import without_garbage_collection
+from boltmesh.strategies.dry_run.step import rare_garbage_collection
 from boltmesh.strategies.lightning_compat.trainer import (
     module_keeps_gradients,
     module_reads_gradients,
@@ -325,7 +325,7 @@ def keeping_models() -> Iterator[None]:
     """
     token = _kept.set({})
     try:
-        with without_garbage_collection():
+        with rare_garbage_collection():
             yield
     finally:
         _kept.reset(token)

@@ -200,10 +200,10 @@ def _held(owner: object) -> Iterator[tuple[str, Any]]:
         for name, value in vars(holder).items():
             if isinstance(holder, Module) and name == "_modules":
                 continue
-            where = f"{prefix}.{name}" if prefix else f"{type(owner).__name__}.{name}"
-            members = value.values() if isinstance(value, dict) else [value]
+            members = value.values() if isinstance(value, dict) else (value,)
             for each in value if isinstance(value, list | tuple) else members:
                 if isinstance(each, Module) and name != "_trainer":
+                    where = f"{prefix}.{name}" if prefix else f"{type(owner).__name__}.{name}"
                     yield from ((f"{where}.{path}", inner) for path, inner in each.named_modules())
 
 

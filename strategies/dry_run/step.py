@@ -6,7 +6,7 @@ use: the loss, every gradient, outputs of repeated blocks, and what the step lea
 ``full_float32`` keeps torch from computing fp32 products with fewer bits: TF32, and bf16 on CPUs.
 ``converted`` and ``floats_in`` give a model and its batch another precision for such a comparison,
 ``nudge`` moves parameters, which ``parameters_kept`` restores, and ``zeros_filled`` gives those
-near zero usual values. ``without_garbage_collection`` saves the time of collections.
+near zero usual values. ``rare_garbage_collection`` saves time.
 """
 
 import copy
@@ -53,6 +53,9 @@ _FUNCTIONS = {
     "alpha_dropout_", "feature_dropout", "feature_dropout_", "feature_alpha_dropout",
     "feature_alpha_dropout_",
 }  # fmt: skip
+
+_NEW_OBJECTS = 50_000
+"""As many as a step of a model of some dozens of layers makes, by order of magnitude."""
 
 
 @dataclass
@@ -200,19 +203,18 @@ class DryRun:
 
 
 @contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Context in which Python does not look for reference cycles.
+def rare_garbage_collection() -> Iterator[None]:
+    """Context in which Python seldom looks for reference cycles.
 
-    For runs on tensors without data, which make so many objects that a tenth of the time goes into
-    the search among all that torch and libraries have made; what is left behind is small.
+    For analyses of a model, which make so many objects that a tenth of the time goes into the
+    search: by default after 700 new ones, and at times among all that libraries have made.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], _NEW_OBJECTS) if before[0] else 0, *before[1:])
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.set_threshold(*before)
 
 
 @contextmanager

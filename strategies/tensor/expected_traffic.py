@@ -16,7 +16,7 @@ from typing_extensions import Self, override
 
 from boltmesh.strategies.cost_model.traffic import NORM_BYTES, OVERFLOW_BYTES
 from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK
-from boltmesh.strategies.dry_run.step import Around, without_garbage_collection
+from boltmesh.strategies.dry_run.step import Around, rare_garbage_collection
 from boltmesh.strategies.engine.axis import FakeRuns
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.torch_compat.communication import all_gather_single, reduce_scatter_single
@@ -38,7 +38,7 @@ class OperatorTraffic(NamedTuple):
     calls: int
 
 
-@without_garbage_collection()
+@rare_garbage_collection()
 def count_step(
     module: Module, runs: FakeRuns, group: TensorGroup, around: Around, device: torch.device
 ) -> dict[str, OperatorTraffic] | None:

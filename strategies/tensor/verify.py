@@ -32,6 +32,7 @@ from boltmesh.strategies.dry_run.step import (
     floats_in,
     full_float32,
     parameters_kept,
+    rare_garbage_collection,
     zeros_filled,
 )
 from boltmesh.strategies.object_collectives import gather_objects
@@ -100,6 +101,7 @@ class ProofInputs:
     new_group: Callable[[], TensorGroup]
 
 
+@rare_garbage_collection()
 def prove(plan: TensorPlan, stage: ProofInputs) -> tuple[TensorPlan, Counted | None]:
     """Return the plan with verified backends, and a step's traffic.
 

@@ -55,21 +55,21 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
+_PLAIN = frozenset({Tensor, Parameter})
+
+
 def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """Return a fake tensor of the same shape, dtype, device and class."""
-    return mode.from_tensor(tensor)
+    if type(tensor) not in _PLAIN:
+        return mode.from_tensor(tensor)
+    with functions_unwatched():  # torch reads some twenty attributes
+        return mode.from_tensor(tensor)
 
 
 def contiguous_fake(
     tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None
 ) -> Tensor:
-    """Return a contiguous fake tensor or parameter of the same shape and dtype, far faster.
-
-    Args:
-        tensor: The tensor.
-        mode: Mode of the fake tensor.
-        device: Its device; that of ``tensor`` if None.
-    """
+    """Return a contiguous fake of a tensor or parameter, on its device if None; far faster."""
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     made = FakeTensor(mode, values, device or tensor.device)
     if isinstance(tensor, Parameter):

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from typing_extensions import override
+from torch.utils.module_tracker import ModuleTracker
+from typing_extensions import Self, override
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.no_side_effects import name_of, writes_to_first
@@ -103,7 +104,7 @@ def run_on_fakes(
     errors: list[Exception] = []
     for answer in (False, True):
         watch = _Watch(f"{name!r} ({type(unit).__name__})", answer=answer)
-        counter = FlopCounterMode(display=False) if counts_flops else None
+        counter = _FlopCounter() if counts_flops else None
         counted: AbstractContextManager[Any] = counter or nullcontext()
         state = {
             each: _fake_state(tensor, mode)
@@ -148,6 +149,26 @@ def run_on_fakes(
 def _fake_state(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """Return a fake parameter or buffer of the same shape and dtype, contiguous if absent."""
     return contiguous_fake(tensor, mode) if is_absent(tensor) else make_fake(tensor, mode)
+
+
+class _FlopCounter(FlopCounterMode):
+    """Counts operations in all. For a count by module, torch puts hooks on the tensors of each."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.mod_tracker = _NoModules()
+
+
+class _NoModules(ModuleTracker):
+    """Knows no module but the whole."""
+
+    @override
+    def __enter__(self) -> Self:
+        return self
+
+    @override
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 class _Watch(TorchFunctionMode):

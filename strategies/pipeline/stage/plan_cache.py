@@ -36,6 +36,7 @@ from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.strategies.pipeline.stage.units import unit_parameters
 from boltmesh.strategies.pytree import hidden_members, is_constant, nesting, take_apart
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
+from boltmesh.strategies.torch_compat.tensors import functions_unwatched
 
 TRAINING: Final = "training_step"
 """The step that has to be cut into stages; others run layer by layer if they cannot be cut."""
@@ -56,12 +57,14 @@ def step_signature(root: Module, parameters: Iterable[Parameter], step: str) -> 
     """
     device_type = next((each.device.type for each in parameters), "cpu")
     kind: Any = type(root)
+    with functions_unwatched():  # modes of a dry run would see each read
+        are_trained = tuple([each.requires_grad for each in parameters])
     return (
         step,
         root.training,
         torch.is_grad_enabled(),
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-        tuple([each.requires_grad for each in parameters]),
+        are_trained,
         getattr(root, EPOCH, 0) if _names_epoch(kind) else 0,
     )
 

@@ -19,7 +19,7 @@ from torch.nn import Module
 from boltmesh.errors import BoltMeshError, ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.metrics import MetricCall, answer, find_metrics, metrics_replaced
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
-from boltmesh.strategies.dry_run.step import without_garbage_collection
+from boltmesh.strategies.dry_run.step import rare_garbage_collection
 from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
@@ -81,7 +81,7 @@ class _KnownReads(BaseException):
         self.trace = trace
 
 
-@without_garbage_collection()
+@rare_garbage_collection()
 def trace_step(
     root: Module,
     units: Mapping[str, Module],

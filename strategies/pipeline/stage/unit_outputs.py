@@ -26,6 +26,7 @@ from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitO
 from boltmesh.strategies.pytree import is_constant, nesting, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
+    functions_unwatched,
     is_fake,
     storage_key,
 )
@@ -198,7 +199,8 @@ def _numbers_of_hooks(attributes: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _layout(tensor: Tensor) -> Hashable:
-    return TensorSpec.of(tensor), tensor.requires_grad, type(tensor)
+    with functions_unwatched():  # modes of a dry run would see each read
+        return TensorSpec.of(tensor), tensor.requires_grad, type(tensor)
 
 
 def _content(value: Any, names: Mapping[Module, str]) -> Hashable:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.strategies.dry_run.no_side_effects import leaves_of, name_of, writes_to_first
-from boltmesh.strategies.dry_run.step import without_garbage_collection
+from boltmesh.strategies.dry_run.step import rare_garbage_collection
 from boltmesh.strategies.tensor.analysis import arithmetic_rules, movement_rules
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
 from boltmesh.strategies.tensor.analysis.trace import (
@@ -283,7 +283,7 @@ class Analysis:
     """Classes of modules by name."""
 
 
-@without_garbage_collection()
+@rare_garbage_collection()
 def analyse(
     module: Module,
     run: Callable[[Module], object],
