@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
@@ -24,6 +25,7 @@ from boltmesh.strategies import (
     TensorParallelStrategy,
     ZeROStrategy,
 )
+from boltmesh.strategies.dry_run.step import rare_garbage_collection
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -129,3 +131,19 @@ def train_after_a_failure(rank: int, world_size: int) -> list[int]:
 def test_groups_of_a_run_that_failed_are_not_used_again() -> None:
     for first, failed, following, last in run_ranks(train_after_a_failure, 2):
         assert first == failed < following == last
+
+
+@pytest.mark.parametrize("before", [(700, 10, 10), (90_000, 10, 5), (0, 10, 10)])
+def test_collections_are_rare_until_an_analysis_ends(
+    before: tuple[int, int, int], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(partial(gc.set_threshold, *gc.get_threshold()))
+    gc.set_threshold(*before)
+    with suppress(ZeroDivisionError), rare_garbage_collection():
+        within = gc.get_threshold()
+        raise ZeroDivisionError
+    assert gc.get_threshold() == before
+    if before[0] == 0:  # none at all
+        assert within == before
+    else:
+        assert within[0] >= max(before[0], 10_000)

@@ -31,7 +31,7 @@ def _counted(rank: int, world_size: int, name: str, arguments: dict[str, Any]) -
             else:
                 patch.setattr(StageRehearsal, "distinct", distinct)
             seed_everything(1)
-            strategy = build_strategy(name, telemetry=True, **arguments)
+            strategy = build_strategy(name, **{"telemetry": True, **arguments})
             trainer = Trainer(
                 strategy=strategy,
                 accelerator="cpu",
@@ -55,6 +55,11 @@ def test_a_proof_counts_what_a_step_moves(arguments: dict[str, Any]) -> None:
         assert short == whole
         assert sum(each.calls for each in short.values()) > 8
         assert counts == 1  # the second time
+
+
+def test_a_run_without_telemetry_counts_nothing() -> None:
+    arguments = {"size": 2, "telemetry": False}
+    assert run_ranks(_counted, 2, "bolt_tensor", arguments) == [[{}, {}, 0]] * 2
 
 
 @pytest.mark.full

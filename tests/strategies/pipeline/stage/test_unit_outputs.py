@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.pipeline.stage import fake_unit, trace_step
@@ -24,6 +25,7 @@ from boltmesh.strategies.tensor.runtime.signatures import (
     Verified,
     signature_of,
 )
+from boltmesh.strategies.torch_compat.tensors import fake_tensors
 
 DEPTH, WIDTH = 5, 6
 
@@ -207,3 +209,14 @@ def test_blocks_give_what_each_gives(
     assert _facts(short) == _facts(whole)
     assert counted == num_run
     assert all_run == DEPTH
+
+
+def test_operations_are_counted_as_torch_counts_them() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, dim_feedforward=3 * WIDTH, batch_first=True)
+    x = torch.randn(2, 4, WIDTH)
+    with FlopCounterMode(display=False) as by_torch:
+        layer(x)
+    counted = fake_unit.run_on_fakes(
+        "layer", layer, layer.forward, fake_tensors(), ((x,), {}), counts_flops=True
+    )
+    assert counted.flops == by_torch.get_total_flops() > 0
