@@ -14,14 +14,11 @@ from tests.support.ranks import reuse_ranks, run_ranks
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.ranks]
 
-ONCE_FAILED = {"tensor": [64, 5041], "3d": [5041]}
-"""Seeds by layout that were not equal once."""
+ONCE_FAILED = [("tensor", 64), ("tensor", 5041), ("3d", 5041)]
+"""Layouts and seeds that were not equal once."""
 
-TWENTY = {layout: list(range(at % 2, 40, 2)) for at, layout in enumerate(LAYOUTS)}
-"""Seeds by layout: every other family, the others in the next layout."""
-
-PARTS = 5
-"""Tests of each layout."""
+TWENTY = [(layout, seed) for at, layout in enumerate(LAYOUTS) for seed in range(at % 2, 40, 2)]
+"""Layouts and seeds: every other family, and the others in the next layout."""
 
 REFUSALS = {
     r"parts that can stand in a stage": "fewer parts that can stand in a stage",
@@ -50,15 +47,14 @@ def test_what_is_refused_is_stated() -> None:
         assert re.search(rf"^\| {re.escape(row)}", ROWS, re.MULTILINE), row
 
 
-@pytest.mark.parametrize("layout", ONCE_FAILED)
-def test_what_failed_once(layout: str) -> None:
-    check(layout, ONCE_FAILED[layout], reuse_ranks)
+@pytest.mark.parametrize(("layout", "seed"), ONCE_FAILED)
+def test_what_failed_once(layout: str, seed: int) -> None:
+    check(layout, [seed], reuse_ranks)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_twenty_configurations(layout: str, part: int) -> None:
-    check(layout, TWENTY[layout][part::PARTS], reuse_ranks)
+@pytest.mark.parametrize(("layout", "seed"), TWENTY)
+def test_twenty_configurations_of_each_layout(layout: str, seed: int) -> None:
+    check(layout, [seed], reuse_ranks)
 
 
 @pytest.mark.full
