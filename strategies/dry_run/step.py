@@ -206,8 +206,8 @@ class DryRun:
 def rare_garbage_collection() -> Iterator[None]:
     """Context in which Python seldom looks for reference cycles.
 
-    For analyses of a model, which make so many objects that a tenth of the time goes into the
-    search: by default after 700 new ones, and at times among all that libraries have made.
+    For analyses of a model, which make so many objects that a tenth of the time went into the
+    search, at times among all that libraries have made.
     """
     before = gc.get_threshold()
     gc.set_threshold(max(before[0], _NEW_OBJECTS) if before[0] else 0, *before[1:])

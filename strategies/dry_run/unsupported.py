@@ -64,7 +64,7 @@ def refuse_collective(function: Callable[..., Any], values: Iterable[object], pl
 
 
 def refuse_derivative(place: str) -> NoReturn:
-    """Refuse derivatives through layers by code between them, if stages divide the layers.
+    """Refuse derivatives through layers that several stages have.
 
     Raises:
         UnsupportedError: Naming the place.
@@ -72,7 +72,8 @@ def refuse_derivative(place: str) -> NoReturn:
     raise UnsupportedError(
         f"{place} computes derivatives through layers, and each rank of a pipeline has the graph "
         f"of its own stage alone, so that what passes through other stages would be missing. "
-        f"Train with bolt_ddp, bolt_zero3 or bolt_tensor, or compute them inside of one layer."
+        f"Train with bolt_ddp, bolt_zero3 or bolt_tensor, or differentiate within one layer, by "
+        f"what it makes itself or by its only input that has a gradient."
     )
 
 

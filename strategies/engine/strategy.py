@@ -348,10 +348,9 @@ class MeshStrategy(LoopStrategy):
     def expected_traffic(self) -> list[ExpectedTraffic]:
         """Return the traffic expected of one optimizer step on this rank.
 
-        Empty under manual optimisation, in which the number of backward passes is unknown.
+        Empty where telemetry does not show it: ``shows_expectations``.
         """
-        module = self.lightning_module
-        if self.model is None or module is None or not module.automatic_optimization:
+        if self.model is None or not telemetry_module.shows_expectations(self):
             return []
         return added_up(each for axis in self.axes for each in axis.expected_traffic(self.model))
 

@@ -81,7 +81,8 @@ def count_step(
 
 
 def _fake_parameter(parameter: Parameter, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    if type(parameter) is Parameter and parameter.is_contiguous():
+    is_plain = type(parameter) is Parameter and parameter.layout is torch.strided
+    if is_plain and parameter.is_contiguous():
         return contiguous_fake(parameter, mode, device)
     with mode:
         fake = make_fake(parameter, mode).detach().to(device)

@@ -69,7 +69,7 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 def contiguous_fake(
     tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None
 ) -> Tensor:
-    """Return a contiguous fake of a tensor or parameter, on its device if None; far faster."""
+    """Return a contiguous fake tensor or parameter, faster; ``device`` is its own by default."""
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     made = FakeTensor(mode, values, device or tensor.device)
     if isinstance(tensor, Parameter):

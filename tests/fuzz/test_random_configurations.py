@@ -18,7 +18,7 @@ ONCE_FAILED = [("tensor", 64), ("tensor", 5041), ("3d", 5041)]
 """Layouts and seeds that were not equal once."""
 
 TWENTY = [(layout, seed) for at, layout in enumerate(LAYOUTS) for seed in range(at % 2, 40, 2)]
-"""Layouts and seeds: every other family, and the others in the next layout."""
+"""Layouts and seeds: every other family, most of the others in the next layout."""
 
 REFUSALS = {
     r"parts that can stand in a stage": "fewer parts that can stand in a stage",

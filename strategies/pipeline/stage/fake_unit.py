@@ -1,6 +1,6 @@
 """Finds the output of a unit without its parameters' values and without computation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,9 @@ from typing_extensions import Self, override
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.no_side_effects import name_of, writes_to_first
-from boltmesh.strategies.dry_run.unsupported import refuse_collective
+from boltmesh.strategies.dry_run.unsupported import refuse_collective, refuse_derivative
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
+    DERIVATIVES,
     READS,
     SELECTIONS,
     answer_of,
@@ -103,7 +104,8 @@ def run_on_fakes(
     calls: list[FakeCall] = []
     errors: list[Exception] = []
     for answer in (False, True):
-        watch = _Watch(f"{name!r} ({type(unit).__name__})", answer=answer)
+        described = f"{name!r} ({type(unit).__name__})"
+        watch = _Watch(described, tensors_in(arguments), answer=answer)
         counter = _FlopCounter() if counts_flops else None
         counted: AbstractContextManager[Any] = counter or nullcontext()
         state = {
@@ -174,9 +176,10 @@ class _NoModules(ModuleTracker):
 class _Watch(TorchFunctionMode):
     """Gives guesses for a unit's reads of fake tensors, and records its reads of others."""
 
-    def __init__(self, unit: str, *, answer: bool) -> None:
+    def __init__(self, unit: str, inputs: Sequence[Tensor], *, answer: bool) -> None:
         super().__init__()
         self.unit = unit
+        self.inputs = inputs
         self.answer = answer
         self.has_guessed = False
         self.sees_one_value = False
@@ -200,6 +203,8 @@ class _Watch(TorchFunctionMode):
             self.written.add(storage_key(args[0]))  # also through ``.data``, which is not counted
         if name in READS:
             return self._read(name, func, args, kwargs)
+        if name in DERIVATIVES:
+            self._refuse_through_units(name, args, kwargs)
         if sees_one_value(func, args, kwargs):
             self.sees_one_value = True
             return norm_of_one_value(func, args, kwargs)
@@ -216,6 +221,18 @@ class _Watch(TorchFunctionMode):
         except NEEDS_DATA:
             self.has_guessed = True
             return select(name, args, kwargs, answer=self.answer)
+
+    def _refuse_through_units(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuse derivatives by an input of the unit of which another input may be made."""
+        by = list(self.inputs)  # as by ``backward``
+        if name == "grad":
+            sources = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
+            by = [each for each in by if any(each is one for one in sources)]
+        made = [each for each in self.inputs if is_fake(each) and each.requires_grad]
+        if any(each is not one for each in by for one in made):
+            refuse_derivative(self.unit)
 
     def _read(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.reads += 1

@@ -262,7 +262,7 @@ class SavedTensorWatch:
         fakes = [make_fake(each, mode) for each in state]
         self._left_out = set(map(storage_key, fakes))
         self._alive: list[Tensor | torch.UntypedStorage] = [*fakes]
-        """All storages seen, so that their keys stay unique."""
+        """Holds all storages seen, so that their keys stay unique."""
 
     def watching(self) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are recorded."""
@@ -280,8 +280,10 @@ class SavedTensorWatch:
         with functions_unwatched():  # this is no part of the step
             if not _is_weight_cast(tensor):  # exists once for all microbatches
                 self._note(tensor)
-            # Detached: an operator's output and the operator would keep each other alive.
-            return tensor if tensor.is_leaf else tensor.detach()
+            # Detached, unless nothing can be written to it: what an operator gives, or what its
+            # result is written to later, and the operator would keep each other alive.
+            is_trained = tensor.is_leaf and tensor.requires_grad
+            return tensor if is_trained else tensor.detach()
 
     def _note(self, tensor: Tensor) -> None:
         if not is_fake(tensor):

@@ -10,7 +10,7 @@ from lightning.pytorch import utilities as lightning_utilities
 from lightning.pytorch.callbacks import ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -350,9 +350,29 @@ def test_gradients_are_clipped_by_part_where_all_ranks_name_the_same_part() -> N
         assert "with other parameters on other stages" in said
 
 
+class Forces(nn.Module):
+    """A layer that gives forces by what every block gets, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.energy, self.near = nn.Linear(width, 1), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        energy = self.energy(x) + self.near(torch.tanh(places))
+        (force,) = torch.autograd.grad(energy.sum(), places, create_graph=True)
+        return force
+
+
+class OwnForces(Forces):
+    """A layer that gives forces by what it makes itself."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return x.mean(-1, keepdim=True) + super().forward(x, places.detach().requires_grad_())
+
+
 class Slopes(Stack):
-    """Computes derivatives in a step, as force fields do: by what every block gets, or by logits;
-    or changes gradients between its blocks.
+    """Computes derivatives in a step, as force fields do: by what every block gets, or by logits,
+    or in a layer; or changes gradients between its blocks.
 
     The graph of each stage leads to ``places``, and holds a part of their derivative.
     """
@@ -360,6 +380,8 @@ class Slopes(Stack):
     def __init__(self, where: str) -> None:
         super().__init__(depth=4, optimizer="sgd")
         self.where = where
+        if where in LAYERS:
+            self.forces = LAYERS[where](self.embedding.embedding_dim)
 
     def slope(self, tokens: Tensor) -> Tensor:
         places = 0.1 * tokens[..., None].float()
@@ -367,6 +389,9 @@ class Slopes(Stack):
             x = self.embedding(tokens)
             for block in self.blocks:
                 x = block(x + places.requires_grad_())
+            if self.where in LAYERS:
+                forces: Tensor = self.forces(x, places)
+                return forces.square().mean()
             logits = self.head(self.norm(x))
             by = logits if self.where == "logits" else places
             (slope,) = torch.autograd.grad(logits.square().sum(), by, create_graph=True)
@@ -387,6 +412,9 @@ class Slopes(Stack):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.where == "validation":
             self.log("val_loss", self.slope(batch[0]))
+
+
+LAYERS = {"layer": Forces, "own": OwnForces}
 
 
 def sloped(rank: int, world_size: int, where: str) -> dict[str, Tensor] | str:
@@ -411,6 +439,7 @@ def sloped(rank: int, world_size: int, where: str) -> dict[str, Tensor] | str:
     [
         ("training", r"The step \(.*test_refusals.py:\d+\) computes derivatives through layers"),
         ("validation", "calls 'blocks.0' in evaluation, with gradients on, computes"),
+        ("layer", r"'forces' \(Forces\) computes derivatives through layers"),
         ("hook", r"The step \(.*test_refusals.py:\d+\) calls register_hook of what layers give"),
     ],
 )
@@ -420,10 +449,12 @@ def test_derivatives_and_gradient_hooks_between_stages_are_refused(where: str, s
         assert re.search(said, found)
 
 
-@pytest.mark.full
 @pytest.mark.ranks
-def test_derivatives_by_what_the_last_layer_gives_are_those_of_one_process() -> None:
-    (alone,) = reuse_ranks(sloped, 1, "logits")
-    for held in reuse_ranks(sloped, 2, "logits"):
+@pytest.mark.parametrize("where", ["own", pytest.param("logits", marks=pytest.mark.full)])
+def test_derivatives_within_the_last_layer_or_behind_it_are_those_of_one_process(
+    where: str,
+) -> None:
+    (alone,) = reuse_ranks(sloped, 1, where)
+    for held in reuse_ranks(sloped, 2, where):
         for name, each in held.items():
             torch.testing.assert_close(each, alone[name], rtol=1e-5, atol=1e-6)

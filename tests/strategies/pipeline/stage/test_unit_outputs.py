@@ -1,5 +1,6 @@
 """Of blocks that do the same one is run on tensors without data; all where they may differ."""
 
+import gc
 import random
 from typing import Any
 
@@ -25,7 +26,7 @@ from boltmesh.strategies.tensor.runtime.signatures import (
     Verified,
     signature_of,
 )
-from boltmesh.strategies.torch_compat.tensors import fake_tensors
+from boltmesh.strategies.torch_compat.tensors import fake_tensors, is_fake
 
 DEPTH, WIDTH = 5, 6
 
@@ -142,6 +143,16 @@ class HookedOtherwise(Hooked):
             self.register_forward_hook(lambda *_: torch.ones(2 * WIDTH, WIDTH))
 
 
+class Filling(Plain):
+    """Writes to a tensor what was computed from it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        total.add_(self.inner(x) * total)
+        y: Tensor = super().forward(x)
+        return y
+
+
 SEEN: list[Tensor] = []
 
 
@@ -220,3 +231,14 @@ def test_operations_are_counted_as_torch_counts_them() -> None:
         "layer", layer, layer.forward, fake_tensors(), ((x,), {}), counts_flops=True
     )
     assert counted.flops == by_torch.get_total_flops() > 0
+
+
+def test_a_trace_leaves_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_fakes() -> int:
+        gc.collect()
+        return sum(map(is_fake, gc.get_objects()))
+
+    before = num_fakes()
+    _traced(Filling, monkeypatch)
+    SEEN.clear()
+    assert num_fakes() == before
