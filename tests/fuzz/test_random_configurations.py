@@ -22,7 +22,9 @@ TWENTY = [(layout, seed) for at, layout in enumerate(LAYOUTS) for seed in range(
 
 REFUSALS = {
     r"parts that can stand in a stage": "fewer parts that can stand in a stage",
-    r"sequence_parallel=True, but ": "heads of attention that the tensor ranks do not divide",
+    r"sequence_parallel=True, but .* (is whole|looks at|adds something)": "heads of attention that",
+    r"sequence_parallel=True, but no stack of blocks": "one block that is called several times",
+    r"sequence_parallel=True, but .* does not give the sequence": "layers of a block that get the",
 }
 """What may be refused, and the row of docs/support.md that says so."""
 
