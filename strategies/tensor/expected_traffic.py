@@ -21,13 +21,7 @@ from boltmesh.strategies.engine.axis import FakeRuns
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.torch_compat.communication import all_gather_single, reduce_scatter_single
 from boltmesh.strategies.torch_compat.modules import swapped_state
-from boltmesh.strategies.torch_compat.tensors import (
-    FakePackedSequences,
-    FakeTensorMode,
-    contiguous_fake,
-    fake_tensors,
-    make_fake,
-)
+from boltmesh.strategies.torch_compat.tensors import FakePackedSequences, fake_tensors, make_fake
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
@@ -56,7 +50,9 @@ def count_step(
     mode = fake_tensors()
     swapped: dict[str, Tensor] = {}
     for name, each in module.named_parameters():
-        swapped[name] = _fake_parameter(each, mode, device)
+        with mode:
+            fake = make_fake(each, mode).detach().to(device)
+            swapped[name] = Parameter(fake, requires_grad=each.requires_grad)
     for name, buffer in module.named_buffers():
         swapped[name] = buffer.detach().to(device).clone()
     total: dict[str, OperatorTraffic] = {}
@@ -78,15 +74,6 @@ def count_step(
     except Exception:  # noqa: BLE001 - the step needs values; the expectation is only displayed
         return None
     return total
-
-
-def _fake_parameter(parameter: Parameter, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    is_plain = type(parameter) is Parameter and parameter.layout is torch.strided
-    if is_plain and parameter.is_contiguous():
-        return contiguous_fake(parameter, mode, device)
-    with mode:
-        fake = make_fake(parameter, mode).detach().to(device)
-        return Parameter(fake, requires_grad=parameter.requires_grad)
 
 
 def expected_traffic(

@@ -66,12 +66,10 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         return mode.from_tensor(tensor)
 
 
-def contiguous_fake(
-    tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None
-) -> Tensor:
-    """Return a contiguous fake tensor or parameter, faster; ``device`` is its own by default."""
+def contiguous_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a contiguous fake tensor or parameter of the same shape, dtype and device."""
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    made = FakeTensor(mode, values, device or tensor.device)
+    made = FakeTensor(mode, values, tensor.device)
     if isinstance(tensor, Parameter):
         made._is_param = True
         made.requires_grad_(tensor.requires_grad)

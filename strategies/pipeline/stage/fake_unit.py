@@ -225,13 +225,14 @@ class _Watch(TorchFunctionMode):
     def _refuse_through_units(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Refuse derivatives by an input of the unit of which another input may be made."""
-        by = list(self.inputs)  # as by ``backward``
-        if name == "grad":
-            sources = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
-            by = [each for each in by if any(each is one for one in sources)]
+        """Refuse derivatives by an input of the unit of which another input may be made.
+
+        ``backward`` differentiates by all that inputs were made of.
+        """
         made = [each for each in self.inputs if is_fake(each) and each.requires_grad]
-        if any(each is not one for each in by for one in made):
+        sources = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
+        by = [each for each in self.inputs if any(each is one for one in sources)]
+        if (made and name == "backward") or any(each is not one for each in by for one in made):
             refuse_derivative(self.unit)
 
     def _read(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

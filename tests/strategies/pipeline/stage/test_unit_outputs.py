@@ -241,4 +241,4 @@ def test_a_trace_leaves_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     before = num_fakes()
     _traced(Filling, monkeypatch)
     SEEN.clear()
-    assert num_fakes() == before
+    assert num_fakes() <= before
