@@ -363,6 +363,14 @@ class Forces(nn.Module):
         return force
 
 
+class Backward(Forces):
+    """A layer that differentiates by all that its only input was made of."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        self.energy(x).sum().backward(retain_graph=True)
+        return x
+
+
 class OwnForces(Forces):
     """A layer that gives forces by what it makes itself."""
 
@@ -390,7 +398,9 @@ class Slopes(Stack):
             for block in self.blocks:
                 x = block(x + places.requires_grad_())
             if self.where in LAYERS:
-                forces: Tensor = self.forces(x, places)
+                forces: Tensor = self.forces(
+                    x, places.detach() if self.where == "backward" else places
+                )
                 return forces.square().mean()
             logits = self.head(self.norm(x))
             by = logits if self.where == "logits" else places
@@ -414,7 +424,7 @@ class Slopes(Stack):
             self.log("val_loss", self.slope(batch[0]))
 
 
-LAYERS = {"layer": Forces, "own": OwnForces}
+LAYERS = {"layer": Forces, "backward": Backward, "own": OwnForces}
 
 
 def sloped(rank: int, world_size: int, where: str) -> dict[str, Tensor] | str:
@@ -440,6 +450,7 @@ def sloped(rank: int, world_size: int, where: str) -> dict[str, Tensor] | str:
         ("training", r"The step \(.*test_refusals.py:\d+\) computes derivatives through layers"),
         ("validation", "calls 'blocks.0' in evaluation, with gradients on, computes"),
         ("layer", r"'forces' \(Forces\) computes derivatives through layers"),
+        ("backward", r"'forces' \(Backward\) computes derivatives through layers"),
         ("hook", r"The step \(.*test_refusals.py:\d+\) calls register_hook of what layers give"),
     ],
 )
