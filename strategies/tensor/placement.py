@@ -69,6 +69,9 @@ class TensorContext:
     precision: StepPrecision
     """Precision of the run's first step."""
     scaler: GradScaler | None = None
+    analyses: bool = True
+    """Whether this rank analyses a step: the first rank does, and those with which a step may
+    gather values, as by ``self.all_gather``."""
 
 
 _CPU = torch.device("cpu")
@@ -226,12 +229,7 @@ def place(
     """
     blocks = find_blocks(module)
     on_host = DryRun(module, step, args, _CPU)
-    shapes = BlockShapes()
-    with shapes.watching(blocks):
-        plan, made_elements = _planned(on_host, blocks, options, context, group.size)
-    order = broadcast_from_rank0(shapes.in_order(blocks), context.world_cpu_group)
-    plan = replace(plan, kinds=kinds_of({name: blocks[name] for name in order}, plan))
-    passed = _passed(module, plan, blocks, shapes)
+    plan, passed, made_elements = _planned(on_host, blocks, options, context, group.size)
     _make_whole(module, blocks, passed, context.world_cpu_group)
     batch, *rest = args
     on_device = replace(
@@ -290,41 +288,59 @@ def _planned(
     options: TensorOptions,
     context: TensorContext,
     size: int,
-) -> tuple[TensorPlan, int]:
-    """Return the first rank's plan, and the number of elements of all results of its step.
+) -> tuple[TensorPlan, dict[str, str], int]:
+    """Return the first rank's plan. Collective over all ranks of the job.
 
-    Collective over all ranks of the job.
+    Returns:
+        The plan; the blocks that verification skips, each with the first block of its kind; and the
+        number of elements of all results of the step.
     """
-    answer = "", "", 0
-    failure: Exception | None = None
-    # Every rank traces, for the shapes of its blocks; the plan of the first one is used.
+    answer: tuple[str, dict[str, str], int] | BoltMeshError | None = None
+    if context.analyses:
+        try:
+            answer = _planned_here(rehearsal, blocks, options, context, size)
+        except BoltMeshError as error:  # the other ranks wait for an answer
+            answer = error
+    answer = broadcast_from_rank0(answer, context.world_cpu_group)
+    assert answer is not None
+    if isinstance(answer, BoltMeshError):
+        raise answer
+    text, passed, made_elements = answer
+    return from_json(text), passed, made_elements
+
+
+def _planned_here(
+    rehearsal: DryRun,
+    blocks: Mapping[str, Module],
+    options: TensorOptions,
+    context: TensorContext,
+    size: int,
+) -> tuple[str, dict[str, str], int]:
+    """Make the plan, which is returned as JSON; see ``_planned``."""
+    module, shapes = rehearsal.module, BlockShapes()
     try:
-        analysis = _analysed(rehearsal, blocks, context)
-        text = to_json(_made(analysis, rehearsal.module, options, size))
-        answer = "plan", text, analysis.trace.made_elements
-    except Exception as error:  # noqa: BLE001 - the user's step may raise anything
-        failure = error
-        text = (
-            str(error) if isinstance(error, BoltMeshError) else f"{type(error).__name__}: {error}"
-        )
-        text, raised = text.rstrip("."), failing_module(error)
-        for name, module in rehearsal.module.named_modules():
-            if module is raised and name:
-                text = f"'{name}' ({type(module).__name__}) raised {text}"
+        with shapes.watching(blocks):
+            analysis = _analysed(rehearsal, blocks, context)
+        plan = _made(analysis, module, options, size)
+    except BoltMeshError:
+        raise
+    except Exception as error:
+        text, raised = f"{type(error).__name__}: {error}".rstrip("."), failing_module(error)
+        for name, each in module.named_modules():
+            if each is raised and name:
+                text = f"'{name}' ({type(each).__name__}) raised {text}"
         if isinstance(error, AttributeError):
             text += ". Hooks of training run later: set attributes in __init__ or setup."
         else:
             text += ". Leave tensor out if its code needs the values of tensors."
-        answer = "error", text, 0
-    kind, text, made_elements = broadcast_from_rank0(answer, context.world_cpu_group)
-    if kind == "error":
-        if isinstance(failure, BoltMeshError):
-            raise failure
         raise ConfigError(
-            f"{type(rehearsal.module).__name__}.{rehearsal.step} could not be run on tensors "
-            f"without data, to find out how the model can be divided: {text}"
-        ) from failure
-    return from_json(text), made_elements
+            f"{type(module).__name__}.{rehearsal.step} could not be run on tensors without data, "
+            f"to find out how the model can be divided: {text}"
+        ) from error
+    in_order = {name: blocks[name] for name in shapes.in_order(blocks)}
+    plan = replace(plan, kinds=kinds_of(in_order, plan))
+    passed = _passed(module, plan, blocks, shapes)
+    return to_json(plan), passed, analysis.trace.made_elements
 
 
 def _analysed(rehearsal: DryRun, blocks: Mapping[str, Module], context: TensorContext) -> Analysis:
