@@ -11,7 +11,7 @@ itself. Blocks without values use the parameters of the first of their kind.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -297,11 +297,15 @@ class _Proof:
     # Runs.
 
     def _run_first(self) -> None:
-        """Run one block of each kind; all blocks if the step needs what a skipped block leaves.
+        """Run one block of each kind; all blocks if that is few more, or if the step needs them.
 
         FTTransformer of pytorch-tabular reads the attention weights that each block keeps.
         """
         first = _Run("one block of each kind", self.stage.passed)
+        if 0 < 2 * len(first.passed) < len(self.stage.blocks) and self._fits():
+            with suppress(_NotRunError):
+                self._run_whole(_ALL_BLOCKS)
+                return
         failure: _NotRunError | None = None
         try:
             self._run_whole(first)
