@@ -27,7 +27,7 @@ from boltmesh.strategies.engine.axis import FakeRuns, LayerAxis
 from boltmesh.strategies.grad_norm import NormShare, PartShare
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, parameter_dtype
-from boltmesh.strategies.object_collectives import broadcast_from_rank0
+from boltmesh.strategies.object_collectives import broadcast_from_rank0, gather_objects
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
@@ -143,6 +143,9 @@ class TensorAxis(LayerAxis):
             timeout=strategy.timeout,
             precision=self._precision(),
             scaler=strategy.scaler,
+            analyses=not any(
+                place for axis, place in strategy.coordinates.items() if axis != "data"
+            ),
         )
 
     def _precision(self) -> StepPrecision:
@@ -246,7 +249,10 @@ class TensorAxis(LayerAxis):
         return self._is_new and is_alike and self._placed.counted is not None
 
     def _count(self, runs: FakeRuns, device: torch.device) -> None:
-        """Count the traffic of a training batch, on this rank."""
+        """Count the traffic of a training batch; ranks with equal parts count it once.
+
+        Collective over the axis.
+        """
         module = self._placed.module
         if any(isinstance(each, DTensor) for each in module.parameters()):
             # They are shards since an earlier run, whole only while gathered; and its batches may
@@ -255,11 +261,14 @@ class TensorAxis(LayerAxis):
             return
         around = self.strategy.step_context("training_step")
         is_shown = self.strategy.is_global_zero
-        with (
-            long_phase("counts the traffic of a step", is_shown=is_shown),
-            self.others_without_collectives(),
-        ):
-            self._counted = count_step(module, runs, self.group, around, device)
+        group, shapes = self.context.group, [tuple(each.shape) for each in module.parameters()]
+        are_alike = all(each == shapes for each in gather_objects(shapes, group))
+        with long_phase("counts the traffic of a step", is_shown=is_shown):
+            if group.rank() == 0 or not are_alike:
+                with self.others_without_collectives():
+                    self._counted = count_step(module, runs, self.group, around, device)
+            if are_alike:
+                self._counted = broadcast_from_rank0(self._counted, group)
 
     @override
     def after_wrap(self) -> None:

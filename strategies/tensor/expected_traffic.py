@@ -49,14 +49,14 @@ def count_step(
     """
     mode = fake_tensors()
     swapped: dict[str, Tensor] = {}
-    for name, each in module.named_parameters():
-        with mode:
-            fake = make_fake(each, mode).detach().to(device)
-            swapped[name] = Parameter(fake, requires_grad=each.requires_grad)
-    for name, buffer in module.named_buffers():
-        swapped[name] = buffer.detach().to(device).clone()
     total: dict[str, OperatorTraffic] = {}
     try:
+        for name, each in module.named_parameters():
+            with mode:
+                fake = make_fake(each, mode).detach().to(device)
+                swapped[name] = Parameter(fake, requires_grad=each.requires_grad)
+        for name, buffer in module.named_buffers():
+            swapped[name] = buffer.detach().to(device).clone()
         for run, times in runs:
             counter = CountingGroup(group.rank, group.size)
             with (
