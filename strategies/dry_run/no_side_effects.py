@@ -71,9 +71,10 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
     run, groups = _run_of(modules)
     attributes = [(each, dict(each)) for each in (*map(vars, modules), *run)]
     containers: dict[int, tuple[Any, Any]] = {}
+    empty: list[Any] = []
     for each in (*(now for now, _ in attributes), *map(vars, _classes_of(modules))):
-        _add_containers(each.values(), containers, depth=2)
-    _add_containers(groups, containers, depth=2)
+        _add_containers(each.values(), containers, empty, depth=2)
+    _add_containers(groups, containers, empty, depth=2)
     tensors = [buffer for each in modules for buffer in each.buffers(recurse=False)]
     tensors += [
         value for each in chain(*groups) for value in each.values() if torch.is_tensor(value)
@@ -94,6 +95,9 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
         for container, members in containers.values():
             if not holds(container, members):  # another thread may be reading it
                 refill(container, members)
+        for container in empty:
+            if container:
+                container.clear()
         with torch.no_grad():
             for buffer, written, memory, value in buffers:
                 if buffer.data_ptr() != memory.data_ptr():
@@ -190,20 +194,29 @@ def _classes_of(modules: Iterable[Module]) -> set[type]:
 
 
 def _add_containers(
-    values: Iterable[Any], containers: dict[int, tuple[Any, Any]], *, depth: int
+    values: Iterable[Any],
+    containers: dict[int, tuple[Any, Any]],
+    empty: list[Any],
+    *,
+    depth: int,
 ) -> None:
-    """Add each container among values, nested ones too, with a copy and by identity."""
+    """Add each container among values, nested ones too, with a copy and by identity.
+
+    Most are empty, such as a module's dictionaries of hooks: they are added to a list.
+    """
     for value in values:
         kind = type(value)
         if kind in _CONTAINERS:
+            if not value:
+                empty.append(value)
+                continue
             if id(value) not in containers:
-                # Most are empty, such as a module's dictionaries of hooks, and slow to copy.
-                containers[id(value)] = value, value.copy() if value else ()
+                containers[id(value)] = value, value.copy()
         elif kind is not tuple:
             continue
         if depth > 1 and 0 < len(value) <= MOST_MEMBERS:
             members = value.values() if isinstance(value, dict) else value
-            _add_containers(members, containers, depth=depth - 1)
+            _add_containers(members, containers, empty, depth=depth - 1)
 
 
 def leaves_of(attribute: Any) -> list[Any]:
@@ -219,8 +232,7 @@ def holds(container: Any, members: Any) -> bool:
     """Whether a container has the same objects as an earlier copy of it."""
     if len(container) != len(members):
         return False
-    # Most are empty: the hooks of a module.
-    return not members or all(map(is_, _contents(container), _contents(members)))
+    return all(map(is_, _contents(container), _contents(members)))
 
 
 def _contents(container: Any) -> Iterable[Any]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.strategies.deferred_initialization.recording import is_random
+from boltmesh.strategies.dry_run.metrics import MetricKind, find_metrics
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.pipeline.loss.autograd_nodes import gradients_of
 from boltmesh.strategies.pipeline.loss.log_rules import Key, Noted, returned_numbers
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.merge import tail_of
+from boltmesh.strategies.pipeline.metrics import MetricCalls
 from boltmesh.strategies.pipeline.microbatch import Rows, pick
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
@@ -268,7 +271,7 @@ class TailTrial:
         self, part: Any, values: Sequence[Tensor], during: AbstractContextManager[None]
     ) -> TrialOutcome:
         """Run the end of the step once; arguments as for ``Trial.run``."""
-        logs, step = _TrialLogs(self._module), self._step
+        logs, step = _TrialLogs(self._module, MetricCalls(self._metrics)), self._step
         with self._untraced(), torch.enable_grad():
             end = self._tail(part)
             with logs.of_microbatch(0), during:
@@ -280,6 +283,10 @@ class TailTrial:
         logged = {key: noted[-1] for key, noted in logs.noted().items()}
         sizes = {key: size for key, each in logs.batch_sizes().items() for size in each.values()}
         return TrialOutcome(loss, logged | returned_numbers(0, result), sizes)
+
+    @cached_property
+    def _metrics(self) -> Mapping[str, MetricKind]:
+        return find_metrics(self._module)
 
     def _tail(self, part: Any) -> StageRun:
         return tail_of(self._plans, replace(self._step, parts=[part]), 0).end
@@ -294,8 +301,8 @@ class TailTrial:
 class _TrialLogs(StepLogs):
     """Keeps logged values to be read later."""
 
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__(module)
+    def __init__(self, module: LightningModule, metrics: MetricCalls) -> None:
+        super().__init__(module, metrics)
         self._unread: list[tuple[str, str | None, Any, dict[str, Any]]] = []
 
     def read(self) -> None:
@@ -356,6 +363,16 @@ class TrialCut:
     parts: list[TrialPart]
     weights: dict[int, Tensor | float] = field(default_factory=dict)
     """Weights of the parts' losses, by number of the part; shape ``()`` if tensors."""
+
+
+def sizes_tried(num_rows: int) -> set[int]:
+    """Return the numbers of rows of which :func:`run_cuts` runs the step, for a batch of so many.
+
+    Fewer are run if values are larger than ``MOST_BYTES``.
+    """
+    count = min(MOST_ROWS, num_rows)
+    first = _first_part(range(count))
+    return {count, first, count - first} - {0}
 
 
 def num_tried(trial: Trial) -> int:
