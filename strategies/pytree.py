@@ -61,15 +61,15 @@ def take_apart(value: Any) -> tuple[list[Any], Build]:
     taken = [take_apart(each) for each in children]
 
     builders = [(len(inner), rebuild) for inner, rebuild in taken]  # drops the original values
+    return [leaf for inner, _ in taken for leaf in inner], partial(_built, builders, close)
 
-    def build(leaves: Sequence[Any]) -> Any:
-        parts, start = [], 0
-        for count, rebuild in builders:
-            parts.append(rebuild(leaves[start : start + count]))
-            start += count
-        return close(parts)
 
-    return [leaf for inner, _ in taken for leaf in inner], build
+def _built(builders: Sequence[tuple[int, Build]], close: Build, leaves: Sequence[Any]) -> Any:
+    parts, start = [], 0
+    for count, rebuild in builders:
+        parts.append(rebuild(leaves[start : start + count]))
+        start += count
+    return close(parts)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

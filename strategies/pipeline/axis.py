@@ -201,6 +201,7 @@ class PipelineAxis(Axis):
         return PipelineContext(
             group=strategy.groups[self.name],
             new_group=partial(strategy.new_group, self.name),
+            new_tracing_group=partial(strategy.new_group, (self.name, "tensor"), backend="gloo"),
             data=cast("LateGradientsAxis", strategy.data_axis),
             device=strategy.root_device,
             recorder=strategy.recorder,

@@ -276,6 +276,8 @@ class PipelineEstimate:
             around: The precision context.
         """
         if self._crossing is None:
+            with around():
+                self._model.share_outputs(self._model.parts_of(batch)[0], rest, {})
             _, runs = self._runs(batch, rest, around)
             self._crossing = [[each.plan.values_in for each in stages] for stages in runs]
 

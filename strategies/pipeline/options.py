@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import Reasons
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.optimizer_probe import mixes_parameters
 from boltmesh.strategies.pipeline.partition.split import UnitCost
 from boltmesh.strategies.pipeline.schedules.registry import check_schedule, schedule_kind
@@ -127,6 +128,8 @@ class PipelineContext:
     """Number of ranks that compute each layer together, each in a pipeline of its own."""
     num_averaged: int = 1
     """Number of ranks that average a stage's gradients: of replicas, and of a context axis."""
+    new_tracing_group: Callable[[], ProcessGroup | None] = noop
+    """Makes a CPU group of its ranks and those that divide its layers, with the same batches."""
     coupled: ProcessGroup | None = None
     """Ranks of other pipelines that compute layers together with this one; None without any."""
     rounds_by_microbatch: bool = False

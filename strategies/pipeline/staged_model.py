@@ -7,7 +7,7 @@ the axis of the engine.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,17 +17,24 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.object_collectives import broadcast_object
+from boltmesh.strategies.object_collectives import broadcast_object, gather_objects
 from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
-from boltmesh.strategies.pipeline.loss.trial import Trial
+from boltmesh.strategies.pipeline.loss.trial import Trial, sizes_tried
 from boltmesh.strategies.pipeline.merge import JoinedRun, join_run
 from boltmesh.strategies.pipeline.metrics import MetricBroadcast
-from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, batch_norms, fewest_rows
+from boltmesh.strategies.pipeline.microbatch import (
+    PAIR,
+    MicrobatchSplitter,
+    batch_norms,
+    fewest_rows,
+    pick,
+)
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun, See
 from boltmesh.strategies.pipeline.options import (
     AUTOMATIC_SCHEDULE,
@@ -43,6 +50,7 @@ from boltmesh.strategies.pipeline.row_check import RowCheck
 from boltmesh.strategies.pipeline.runtime.failure import PeerPipelines
 from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
+from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING
 from boltmesh.strategies.pipeline.stage.units import refuse_calls_outside
 from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
@@ -71,6 +79,8 @@ class StagedModel:
         """Whether the automatic schedule was chosen from the loss of a batch."""
         self._has_checked_rows = False
         """Whether layers were checked for mixed rows."""
+        self._has_prepared_checks = False
+        """Whether units were run for the checks of the first batch."""
         self.cutter = MicrobatchSplitter()
         self.others = PeerPipelines(1, 1, self._fail)
         """The other pipelines of the job."""
@@ -113,6 +123,7 @@ class StagedModel:
         self.placement = None
         self._has_chosen = False
         self._has_checked_rows = False
+        self._has_prepared_checks = False
         context = self.context
         self.module = module
         self._norms_of_rows = batch_norms(module, of_vectors=True)
@@ -148,6 +159,7 @@ class StagedModel:
         self.loss_checks = LossChecks(context.device)
         self.sharing = LastStageBroadcast(context.group, self.last, context.device)
         self.executor = self._build_executor(context)
+        self._tracing_group = self._find_tracing_group(context)
         self.metric_sharing = MetricBroadcast(
             self.metrics, context.group, self.last, context.device, self.executor.control_group
         )
@@ -186,6 +198,53 @@ class StagedModel:
             report_length=lambda: NUM_SIGNALS + self.sharing.length,
         )
 
+    def _find_tracing_group(self, context: PipelineContext) -> ProcessGroup | None:
+        """Return the CPU group of ranks whose units have equal outputs; None for one rank.
+
+        Collective over all ranks. They have the same batches, and parameters of equal shapes: those
+        of a layer that cannot be divided evenly differ by rank.
+        """
+        group = context.new_tracing_group() if context.num_sharing > 1 else None
+        shapes = [tuple(each.shape) for each in self.module.parameters()]
+        if group is not None and all(each == shapes for each in gather_objects(shapes, group)):
+            return group
+        return self.executor.control_group
+
+    def prepare_checks(self, run: MicrobatchRun, around: Around) -> None:
+        """Agree on the first batch, and share what units give for it, its parts and its checks.
+
+        Collective over ranks with the same batches.
+
+        Raises:
+            PipelineError: Ranks have different batches, or one cannot begin the step.
+        """
+        if self._has_prepared_checks:
+            return
+        self.runner.agree()
+        self._has_prepared_checks = True  # the agreement ends in the same way on all ranks
+        if len(run.parts) == 1:
+            return
+        rows = self.cutter.rows(run.batch)
+        tried = set() if self.programs.has_forwards_first else sizes_tried(rows.count)
+        pair = {PAIR} if run.sizes[0] < PAIR else set()
+        counts = sorted(tried | pair, reverse=True)
+        some = [pick(run.batch, rows, range(min(each, rows.count))) for each in counts]
+        with around():
+            self.share_outputs([*run.parts, run.batch, *some], run.rest, run.kwargs)
+
+    def share_outputs(
+        self, batches: Iterable[Any], rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Run the units for several batches of training on fake tensors, each kind on one rank.
+
+        Collective over ranks with the same batches. The caller sets the precision context.
+        """
+        if self._tracing_group is not None:
+            assert self.placement is not None
+            plans, seed, group = self.placement.plans, self.context.seed, self._tracing_group
+            share = partial(plans.share_outputs, TRAINING, batches, rest, kwargs, seed, group)
+            self.others.run_collective(share)
+
     def move_absent(self, device: torch.device) -> None:
         """Set the device of absent parameters, before the model is moved to it."""
         if self.placement is not None:
@@ -211,6 +270,8 @@ class StagedModel:
             recorder.name_group(self.executor.control_group, CONTROL)
         if self.executor.gradient_group is not None:
             recorder.name_group(self.executor.gradient_group, "pipeline")
+        if self._tracing_group is not None:
+            recorder.name_group(self._tracing_group, CONTROL)
         recorder.schedule(self.expectations.plan(accumulated))
 
     def follow_scaler(self) -> None:

@@ -6,6 +6,7 @@ the runtime orders chunks and messages.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -205,6 +206,18 @@ class StepRunner:
 
     def _report_stop(self) -> Tensor:
         return self._sharing.row_of_other(stops=self.effects.stops())
+
+    def agree(self) -> None:
+        """Compare the batches of all ranks by a step without actions. Collective over the pipeline.
+
+        The expected traffic of a step does not count it.
+
+        Raises:
+            PipelineError: Ranks have different batches, or one could not begin the step.
+        """
+        digest = self.digest
+        self._run(replace(self._whole, actions=(), num_before=0, carries=False), [])
+        self.digest = digest
 
     def pass_through(
         self, run: MicrobatchRun, last: Sequence[StageRun], around: Around, during: During

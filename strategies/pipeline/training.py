@@ -197,6 +197,7 @@ def training_step(
         rows = model.cutter.rows(run.batch)
         return TailTrial(model.placement.plans, run, rows, around, model.context.device)
 
+    model.prepare_checks(run, around)
     if len(parts) > 1 and model.has_open_schedule:
         model.choose_schedule(run, around, trial)
     joined = model.join(run, around) if len(parts) > 1 else None

@@ -6,7 +6,7 @@ own two operators write into memory, and have no version for them.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakMethod
 
@@ -352,7 +352,7 @@ def open_one_level(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any
     outer.clear()
     if len(children) == 1 and children[0] is value:
         return None
-    return children, lambda parts: tree_unflatten(list(parts), spec)
+    return children, partial(tree_unflatten, treespec=spec)
 
 
 def written_or_viewed(

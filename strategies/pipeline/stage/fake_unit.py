@@ -62,8 +62,6 @@ class FakeCall:
     answers: list[Any]
     """Values that the unit read from arguments with data."""
     flops: int
-    sees_one_value: bool = False
-    """Whether a batch norm in it had one value per channel."""
     borrowed: list[Parameter] = field(default_factory=list)
     """Parameters of other modules that it used, such as those of a module among its arguments."""
     saved: list[tuple[int | None, int]] = field(default_factory=list)
@@ -279,8 +277,8 @@ def _describe(
             )
         kept.append(made)
     needs = tuple(isinstance(each, Tensor) and each.requires_grad for each in kept)
-    output = UnitOutput(tuple(described), build, needs, written)
-    return FakeCall(build(kept), output, watch.answers, flops, watch.sees_one_value, watch.borrowed)
+    output = UnitOutput(tuple(described), build, needs, written, watch.sees_one_value)
+    return FakeCall(build(kept), output, watch.answers, flops, watch.borrowed)
 
 
 def _shapes(call: FakeCall) -> list[object]:

@@ -5,7 +5,7 @@ Two batches with equal signatures are run the same way.
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType
@@ -14,11 +14,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.unsupported import with_inner
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.pipeline.stage.cut import (
     StageBoundaries,
     StagePlan,
@@ -27,12 +29,14 @@ from boltmesh.strategies.pipeline.stage.cut import (
 )
 from boltmesh.strategies.pipeline.stage.stage_run import ParameterWrites, StageRun, Tail
 from boltmesh.strategies.pipeline.stage.trace import (
+    Place,
     StepTrace,
     UnitOutput,
     attribute_signature,
     refuse_writes,
 )
 from boltmesh.strategies.pipeline.stage.trace_step import trace_step
+from boltmesh.strategies.pipeline.stage.unit_outputs import from_bytes, to_bytes
 from boltmesh.strategies.pipeline.stage.units import unit_parameters
 from boltmesh.strategies.pytree import hidden_members, is_constant, nesting, take_apart
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
@@ -122,8 +126,8 @@ class _KnownSignature:
 
     traces: dict[tuple[Any, ...], StepTrace] = field(default_factory=dict)
     """Traces by the values that the step read from a batch."""
-    outputs: dict[Hashable, UnitOutput] = field(default_factory=dict)
-    """Outputs of units."""
+    outputs: dict[Place, UnitOutput] = field(default_factory=dict)
+    """Outputs of units without other effects."""
     runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
     tails: dict[tuple[Any, ...], dict[frozenset[int], Tail]] = field(default_factory=dict)
 
@@ -133,6 +137,9 @@ class _KnownSignature:
             oldest = next(iter(self.runs))
             for known in (self.traces, self.runs, self.tails):
                 known.pop(oldest, None)
+            for place in list(self.outputs):
+                if place.answers and place.answers == oldest[: len(place.answers)]:
+                    del self.outputs[place]
 
 
 class StagePlans:
@@ -278,6 +285,42 @@ class StagePlans:
         self._note_attributes(trace)
         known = self._of_signature(self._state(step), args[0], args[1:], None)
         self._note(known, step, trace)
+
+    def share_outputs(
+        self,
+        step: str,
+        batches: Iterable[Any],
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        seed: int,
+        group: ProcessGroup,
+    ) -> None:
+        """Trace a step for several batches, each kind on one rank, and share the units' outputs.
+
+        Every rank still traces what lies between units, which may depend on its rank, when it needs
+        the batch. Collective over the group.
+
+        Args:
+            step: The name of the method.
+            batches: Its first arguments, the same on all ranks of the group.
+            rest: As for :meth:`stages_of_parts`.
+            kwargs: As for :meth:`stages`.
+            seed: As for :meth:`stages`.
+            group: CPU group of ranks with parameters of equal shapes.
+        """
+        state = self._state(step)
+        kinds = {self._signature(state, each, rest, kwargs): each for each in batches}
+        known = [self._of_signature(state, each, rest, kwargs) for each in kinds.values()]
+        device = next((each.device for each in self.parameters), torch.device("cpu"))
+        own: dict[int, list[bytes]] = {}
+        for number, batch in list(enumerate(kinds.values()))[group.rank() :: group.size()]:
+            with suppress(Exception):  # raised again where the trace is needed
+                self._known_of(state, step, batch, rest, kwargs, seed)
+            own[number] = to_bytes(known[number].outputs, device)
+        for each in gather_objects(own, group):
+            for number, outputs in each.items():
+                if number not in own and number < len(known):
+                    known[number].outputs.update(from_bytes(outputs, device))
 
     def _state(self, step: str) -> Hashable:
         kept = (

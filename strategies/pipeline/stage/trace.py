@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,19 @@ class Argument:
     index: int
 
 
+class Place(NamedTuple):
+    """A call of a unit, with what its output depends on beside the kind of the unit."""
+
+    unit: str
+    settings: tuple[Hashable, ...]
+    """Numbers, flags and strings of the unit, which hooks and the step may set."""
+    given: tuple[Hashable, ...]
+    """Arguments, torch's modes, and the number of the call: the step may set attributes of the unit
+    between its calls."""
+    answers: tuple[Hashable, ...]
+    """Values that the step has read from its batch before, by which it may set them."""
+
+
 @dataclass(frozen=True)
 class UnitOutput:
     """Output of a unit for arguments of one signature."""
@@ -106,6 +119,8 @@ class UnitOutput:
     """Whether each leaf is a tensor that needs a gradient."""
     written_buffers: tuple[str, ...] = ()
     """Buffers of the unit that its forward writes to or replaces."""
+    sees_one_value: bool = False
+    """Whether a batch norm in it has one value per channel."""
 
 
 @dataclass
@@ -238,8 +253,8 @@ class StepTrace:
     kept: dict[str, dict[int, int]] = field(default_factory=dict)
     """Bytes that autograd keeps of a unit and of the code behind it up to the next one, by unit and
     storage (see :attr:`Value.storage`). Empty unless recorded."""
-    learned: dict[Hashable, UnitOutput] = field(default_factory=dict)
-    """Outputs of units without other effects, by unit and arguments."""
+    learned: dict[Place, UnitOutput] = field(default_factory=dict)
+    """Outputs of units without other effects, by place."""
 
     def unit_events(self) -> list[int]:
         """Return the events that are calls of units."""

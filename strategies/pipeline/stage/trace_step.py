@@ -6,7 +6,7 @@ modules outside of units. Outputs of units are found once: ``unit_outputs.py``.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from boltmesh.strategies.pipeline.stage.rng import host_random_state
 from boltmesh.strategies.pipeline.stage.trace import (
     NO_EVENT,
     MetricTrace,
+    Place,
     SavedTensorWatch,
     StateWatch,
     StepTrace,
@@ -34,13 +35,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     version_of,
 )
 from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer
-from boltmesh.strategies.pipeline.stage.unit_outputs import (
-    Key,
-    KnownUnits,
-    key_of,
-    recall,
-    versions,
-)
+from boltmesh.strategies.pipeline.stage.unit_outputs import KnownUnits, place_of, recall
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, outside_of, with_records
 from boltmesh.strategies.pytree import own_arguments, replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.random_state import (
@@ -93,7 +88,7 @@ def trace_step(
     counts_flops: bool = False,
     notes_kept: bool = False,
     known: Mapping[tuple[Any, ...], StepTrace] | None = None,
-    remembered: Mapping[Hashable, UnitOutput] | None = None,
+    remembered: Mapping[Place, UnitOutput] | None = None,
 ) -> StepTrace:
     """Trace a step on one batch, without running any unit and without side effects.
 
@@ -129,7 +124,7 @@ def trace_step(
     def run_kinds(*, answer: bool = False, **options: Any) -> StepTrace:
         """Run the first unit of each kind, or all units if the step depends on the difference."""
         try:
-            trace = run(answer=answer, repeats=True, **options)
+            trace = run(answer=answer, repeats=True, remembered=remembered, **options)
         except Exception:
             if not tried[-1].has_repeated:
                 raise
@@ -145,9 +140,7 @@ def trace_step(
     try:
         for answer in (False, True):
             try:
-                trace = run_kinds(answer=answer, known=known, remembered=remembered, **counts)
-                if tried[-1].has_recalled:  # a new trace needs side effects of units, too
-                    trace = run_kinds(answer=answer, **counts)
+                trace = run_kinds(answer=answer, known=known, **counts)
                 break
             except Exception as error:
                 if answer or not is_of_guess(error):
@@ -199,7 +192,7 @@ class _StepTracer:
         seed: int | None,
         repeats: bool,
         known: Mapping[tuple[Any, ...], StepTrace] | None = None,
-        remembered: Mapping[Hashable, UnitOutput] | None = None,
+        remembered: Mapping[Place, UnitOutput] | None = None,
         counts_flops: bool = False,
         notes_kept: bool = False,
     ) -> None:
@@ -213,7 +206,6 @@ class _StepTracer:
         self.kinds: KnownUnits | None = None
         """Outputs of units, for others of their kind."""
         self.has_recalled = False
-        self.has_run: set[str] = set()
         self.calls: Counter[str] = Counter()
         self.is_inside = False
         self.host_random: tuple[Any, Any] | None = None
@@ -242,7 +234,8 @@ class _StepTracer:
         with ExitStack() as stack:
             around = outside_of(self.root, self.units.values())
             stack.enter_context(hooks_unchanged(self.root.modules()))
-            stack.enter_context(modules_unchanged(around.values()))
+            # To the end: the step may read what units set on themselves, and set it, too.
+            stack.enter_context(modules_unchanged(self.root.modules()))
             stack.enter_context(random_state_unchanged(device))
             stack.enter_context(without_weight_cache())
             stack.enter_context(distributions_unchecked())
@@ -251,7 +244,6 @@ class _StepTracer:
             # torch reads .grad when it describes a tensor beside a fake one.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             self.replaced = stack.enter_context(ReplacedForwards(self.units, forwards))
-            self.stack = stack.enter_context(ExitStack())
             metrics = find_metrics(self.root)
             stack.enter_context(metrics_replaced(metrics, self._call_metric))
             hand_out = self._hand_out
@@ -300,6 +292,8 @@ class _StepTracer:
                             f"__init__, or make it a plain attribute that each step sets first."
                         )
         self.between.finish()
+        if self.between.has_unreturned:
+            self.trace.learned.clear()  # units have effects that an output does not have
         return self.trace
 
     def _set_carried(self, modules: Mapping[str, Module]) -> list[Tensor]:
@@ -336,7 +330,7 @@ class _StepTracer:
                 called = self._run_unit(name, forward, arguments)
             finally:
                 self.is_inside = False
-            self.trace.sees_one_value |= called.sees_one_value
+            self.trace.sees_one_value |= called.output.sees_one_value
             for each in called.answers:
                 self.between.note_answer(each)
             unit = self.units[name]
@@ -348,23 +342,20 @@ class _StepTracer:
             return called.result
 
     def _run_unit(self, name: str, forward: Callable[..., Any], arguments: Any) -> FakeCall:
-        key = key_of(name, arguments)
-        if key in self.remembered and not self.counts_flops:
-            output = self.remembered[key]
+        unit, answers = self.units[name], self.trace.answers
+        place = place_of(name, unit, arguments, call=self.calls[name], answers=answers)
+        output = None if place is None or self.counts_flops else self.remembered.get(place)
+        if output is not None:
             self.has_recalled = True
             return FakeCall(recall(output, arguments, self.mode), output, [], 0)
         if self.repeats and self.kinds is None:
             self.kinds = KnownUnits(self.units, self.replaced.on_instances())
-        first = None if self.kinds is None else self.kinds.find(name, key, arguments)
+        first = None if self.kinds is None else self.kinds.find(name, place)
         if first is not None:
-            return self._repeat(first, key, arguments)
-        if name not in self.has_run:
-            # Until the end, because the step may read attributes that a unit sets on itself.
-            self.has_run.add(name)
-            self.stack.enter_context(modules_unchanged(self.units[name].modules()))
-        before = versions(arguments)
+            return self._repeat(first, place, arguments)
         saved = None if self.keeping is None else self.keeping.saved()
-        watching = nullcontext() if self.kinds is None else self.kinds.watched(name, key, arguments)
+        kinds = self.kinds
+        watching = nullcontext() if kinds is None else kinds.watched(name, place, arguments)
         with watching as calls:
             called = run_on_fakes(
                 name,
@@ -378,24 +369,23 @@ class _StepTracer:
                 calls.append(called)
         if self.keeping is not None and saved is not None:
             called.saved = self.keeping.saved_since(saved, called.result)
-        shows_all = not called.answers and not called.borrowed
-        if key is not None and shows_all and versions(arguments) == before:
-            self.trace.learned[key] = called.output
+        if place is not None and calls and not called.borrowed:  # without effects
+            self.trace.learned[place] = called.output
         return called
 
-    def _repeat(self, first: FakeCall, key: Key | None, arguments: Any) -> FakeCall:
+    def _repeat(self, first: FakeCall, place: Place | None, arguments: Any) -> FakeCall:
         """Return the output of another unit of the same kind, for these arguments."""
         result = recall(first.output, arguments, self.mode)
         if self.keeping is not None:
             self.keeping.repeat(first.saved, result)
-        if not first.borrowed:
-            self.trace.learned[key] = first.output
+        if place is not None and not first.borrowed:
+            self.trace.learned[place] = first.output
         return replace(first, result=result)
 
     @property
     def has_repeated(self) -> bool:
-        """Whether the output of a unit was taken from another of its kind."""
-        return self.kinds is not None and self.kinds.has_repeated
+        """Whether the output of a unit was taken from an earlier call or another of its kind."""
+        return self.has_recalled or (self.kinds is not None and self.kinds.has_repeated)
 
     def _hand_out(self, *values: Any, **options: Any) -> None:
         """Record values that leave the step, which the last stage needs at its end."""

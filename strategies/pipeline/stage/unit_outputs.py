@@ -1,4 +1,4 @@
-"""Outputs of units that are known without a run: from an earlier call, or from another block.
+"""Outputs of units that are known without a run: from an earlier call, a block, or another rank.
 
 [Note: Blocks of one kind]
 A trace of a model of 80 equal layers would run all 80 on fake tensors. So the first of a kind runs,
@@ -9,20 +9,29 @@ by the first one. If the first one has side effects (attributes set, random numb
 or written), all of them are run.
 """
 
+import io
+import pickle
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from typing_extensions import override
 
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
-from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput, version_of
+from boltmesh.strategies.pipeline.stage.trace import (
+    Argument,
+    Place,
+    TensorSpec,
+    UnitOutput,
+    version_of,
+)
 from boltmesh.strategies.pytree import is_constant, nesting, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
@@ -35,6 +44,11 @@ Key = tuple[Hashable, ...]
 
 Setting = tuple[str, str]
 """A constant attribute within a unit: name of the module in the unit, and of the attribute."""
+
+_OWN_DEVICE = "device"
+"""Name of the device of a rank in bytes for others."""
+
+_SETTINGS = frozenset({bool, int, float, str, type(None)})
 
 _TENSORS = ("_parameters", "_buffers")
 
@@ -64,9 +78,47 @@ def key_of(unit: str, arguments: Any) -> Key | None:
     return tuple(described)
 
 
-def versions(arguments: Any) -> list[int]:
-    """Return the number of writes to each tensor among arguments: a unit may change them."""
-    return list(map(version_of, tensors_in(arguments)))
+def place_of(
+    name: str, unit: Module, arguments: Any, *, call: int, answers: Iterable[Hashable]
+) -> Place | None:
+    """Return the place of a call of a unit; None if its arguments contain other objects.
+
+    Args:
+        name: Name of the unit.
+        unit: The unit.
+        arguments: What it is called with.
+        call: Number of its calls in the step so far.
+        answers: Values that the step has read from its batch so far.
+    """
+    key = key_of(name, arguments)
+    if key is None:
+        return None
+    settings = tuple([
+        value
+        for module in unit.modules()
+        for value in vars(module).values()
+        if type(value) in _SETTINGS
+    ])  # fmt: skip
+    tensors = tensors_in(arguments)
+    storages = [storage_key(each) for each in tensors]
+    identities = [*map(id, tensors)]
+    shared = [(identities.index(one), storages.index(other))
+              for one, other in zip(identities, storages, strict=True)]  # fmt: skip
+    devices = {each.device.type for each in tensors} | {"cpu"}
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        *((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
+          for each in sorted(devices)),
+    )  # fmt: skip
+    given = key[1:], nesting(arguments), tuple(shared), modes, call
+    return Place(name, settings, given, tuple(answers))
+
+
+def _content_of(arguments: Any) -> tuple[Any, ...]:
+    """Return the leaves of arguments, and the number of writes to each tensor: both may change."""
+    return key_of("", arguments), nesting(arguments), [*map(version_of, tensors_in(arguments))]
 
 
 def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
@@ -84,6 +136,62 @@ def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
         else:
             leaves.append(made)
     return output.build(leaves)
+
+
+def to_bytes(outputs: Mapping[Place, UnitOutput], device: torch.device) -> list[bytes]:
+    """Return outputs for other ranks, without those that hold objects of this one.
+
+    Args:
+        outputs: Outputs of units by place.
+        device: Device of the model on this rank.
+    """
+    found = []
+    for item in outputs.items():
+        if all(isinstance(each, TensorSpec | Argument) or is_constant(each)
+               for each in item[1].leaves):  # fmt: skip
+            file = io.BytesIO()
+            with suppress(Exception):  # objects raise anything
+                _Pickler(file, device).dump(item)
+                found.append(file.getvalue())
+    return found
+
+
+def from_bytes(outputs: Iterable[bytes], device: torch.device) -> dict[Place, UnitOutput]:
+    """Return outputs of another rank of the job.
+
+    Args:
+        outputs: What ``to_bytes`` has returned there.
+        device: Device of the model on this rank.
+    """
+    found: dict[Place, UnitOutput] = {}
+    for each in outputs:
+        with suppress(Exception):  # such as a class that this rank does not have
+            place, output = _Unpickler(io.BytesIO(each), device).load()
+            found[place] = output
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._device = device
+
+    @override
+    def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, Tensor):
+            raise pickle.PicklingError("outputs for other ranks hold no tensors")
+        return _OWN_DEVICE if isinstance(value, torch.device) and value == self._device else None
+
+
+class _Unpickler(pickle.Unpickler):  # noqa: S301 - from a rank of this job
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+
+    @override
+    def persistent_load(self, name: Any) -> torch.device:
+        assert name == _OWN_DEVICE
+        return self._device
 
 
 class KnownUnits:
@@ -104,59 +212,50 @@ class KnownUnits:
             self._kinds[name] = numbers.setdefault(kind, len(numbers))
         self._counts = Counter(self._kinds.values())
         self._differing = _differing(self._kinds, self._settings)
-        self._calls: dict[Hashable, list[tuple[FakeCall, Mapping[Setting, Hashable]]]] = {}
+        self._calls: dict[
+            tuple[int, Hashable], list[tuple[FakeCall, Mapping[Setting, Hashable]]]
+        ] = {}
         """First calls, with the settings that they read, among those in which units differ."""
         self.has_repeated = False
         """Whether a unit got the output of another one."""
 
-    def find(self, name: str, key: Key | None, arguments: Any) -> FakeCall | None:
-        """Return a call of another unit of the same kind with such arguments, or None."""
-        if key is None or self._counts[self._kinds[name]] == 1:
+    def find(self, name: str, place: Place | None) -> FakeCall | None:
+        """Return a call of another unit of the same kind at such a place, or None."""
+        if place is None or self._counts[self._kinds[name]] == 1:
             return None
         own = self._settings[name]
-        for call, read in self._calls.get(self._place(name, key, arguments), ()):
+        for call, read in self._calls.get((self._kinds[name], place[2:]), ()):
             if all(own[each] == value for each, value in read.items()):
                 self.has_repeated = True
                 return call
         return None
 
     @contextmanager
-    def watched(self, name: str, key: Key | None, arguments: Any) -> Iterator[list[FakeCall]]:
-        """Return a context for the run of a unit; its value takes the call, for other units."""
+    def watched(self, name: str, place: Place | None, arguments: Any) -> Iterator[list[FakeCall]]:
+        """Return a context for the run of a unit.
+
+        Its value takes the call, for other units, and is empty afterwards if the call had effects
+        beside its output.
+        """
         calls: list[FakeCall] = []
-        kind = self._kinds[name]
-        if key is None or self._counts[kind] == 1:
+        if place is None:
             yield calls
+            calls.clear()
             return
-        place = self._place(name, key, arguments)
-        unit = self._units[name]
-        before = _attributes(unit), _random_state(), versions(arguments)
+        unit, kind = self._units[name], self._kinds[name]
+        before = _attributes(unit), _random_state(), _content_of(arguments)
         with _reads_of(unit, self._differing[kind]) as read:
             yield calls
         (call,) = calls
         if (
-            not call.answers
-            and before == (_attributes(unit), _random_state(), versions(arguments))
-            and _has_own_memory(call, arguments)
+            call.answers
+            or before != (_attributes(unit), _random_state(), _content_of(arguments))
+            or not _has_own_memory(call, arguments)
         ):
-            own = self._settings[name]
-            self._calls.setdefault(place, []).append((call, {each: own[each] for each in read}))
-
-    def _place(self, name: str, key: Key, arguments: Any) -> Hashable:
-        tensors = tensors_in(arguments)
-        storages = [storage_key(each) for each in tensors]
-        identities = [*map(id, tensors)]
-        shared = [(identities.index(one), storages.index(other))
-                  for one, other in zip(identities, storages, strict=True)]  # fmt: skip
-        devices = {each.device.type for each in tensors} | {"cpu"}
-        modes = (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.get_default_dtype(),
-            *((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
-              for each in sorted(devices)),
-        )  # fmt: skip
-        return self._kinds[name], key[1:], nesting(arguments), tuple(shared), modes
+            calls.clear()
+        else:
+            own, known = self._settings[name], self._calls.setdefault((kind, place[2:]), [])
+            known.append((call, {each: own[each] for each in read}))
 
 
 def describe_unit(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, Hashable]]:
@@ -303,13 +402,18 @@ def _reads_of(unit: Module, settings: Collection[Setting]) -> Iterator[set[Setti
 def _attributes(unit: Module) -> list[Any]:
     """Return the identities of a unit's attributes and of their members, for comparison."""
     identities: list[Any] = []
+    objects: dict[int, Any] = {}
     for module in unit.modules():
         for key, value in vars(module).items():
             identities.append((key, id(value)))
             if isinstance(value, dict | list | set):
                 members = [*value, *value.values()] if isinstance(value, dict) else [*value]
                 identities.append((key, [*map(id, members)]))
-    return identities
+            elif not is_constant(value) and not isinstance(value, Module | FunctionType):
+                objects[id(value)] = value
+    # Objects may count what they see.
+    held = [[*map(id, getattr(each, "__dict__", {}).values())] for each in objects.values()]
+    return [*identities, held]
 
 
 def _random_state() -> tuple[Any, ...]:

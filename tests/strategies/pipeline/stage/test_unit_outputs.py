@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.pipeline.stage import fake_unit, trace_step
 from boltmesh.strategies.pipeline.stage.trace import StepTrace
-from boltmesh.strategies.pipeline.stage.unit_outputs import KnownUnits
+from boltmesh.strategies.pipeline.stage.unit_outputs import KnownUnits, from_bytes, to_bytes
 from boltmesh.strategies.pipeline.stage.units import (
     find_stage_units,
     make_absent,
@@ -171,7 +171,12 @@ class Model(nn.Module):
         return x.mean() + sum(SEEN)
 
 
-def _traced(kind: type[Plain], monkeypatch: pytest.MonkeyPatch) -> tuple[StepTrace, int]:
+COSTS = {"counts_flops": True, "notes_kept": True}
+
+
+def _traced(
+    kind: type[Plain], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[StepTrace, int]:
     """Return what a step does, and how many units were run in the last run of it."""
     runs: list[int] = []
     run_on_fakes, run = fake_unit.run_on_fakes, trace_step._StepTracer.run
@@ -190,8 +195,7 @@ def _traced(kind: type[Plain], monkeypatch: pytest.MonkeyPatch) -> tuple[StepTra
     model = Model(kind)
     batch = torch.ones(2, WIDTH), torch.tensor([1, 2])
     units = find_stage_units(model)
-    options: dict[str, Any] = {"seed": 1, "counts_flops": True, "notes_kept": True}
-    trace = trace_step.trace_step(model, units, "training_step", (batch, 0), **options)
+    trace = trace_step.trace_step(model, units, "training_step", (batch, 0), seed=1, **options)
     return trace, runs[-1]
 
 
@@ -214,12 +218,28 @@ def _facts(trace: StepTrace) -> Any:
 def test_blocks_give_what_each_gives(
     kind: type[Plain], num_run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short, counted = _traced(kind, monkeypatch)
+    short, counted = _traced(kind, monkeypatch, **COSTS)
     monkeypatch.setattr(KnownUnits, "find", lambda *_: None)
-    whole, all_run = _traced(kind, monkeypatch)
+    whole, all_run = _traced(kind, monkeypatch, **COSTS)
     assert _facts(short) == _facts(whole)
     assert counted == num_run
     assert all_run == DEPTH
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_run"),
+    [(Plain, 0), (Numbered, 0), (Remembering, DEPTH), (Drawing, DEPTH), (Reading, DEPTH),
+     (Collecting, DEPTH), (Divided, 0), (Counted, 0), (Absent, 0), (Hooked, 0)],
+)  # fmt: skip
+def test_outputs_of_another_rank_give_what_each_block_gives(
+    kind: type[Plain], num_run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = _traced(kind, monkeypatch)
+    sent = to_bytes(whole.learned, torch.device("cpu"))
+    known = from_bytes(sent, torch.device("cpu"))
+    short, counted = _traced(kind, monkeypatch, remembered=known)
+    assert _facts(short) == _facts(whole)
+    assert counted == num_run
 
 
 def test_operations_are_counted_as_torch_counts_them() -> None:
@@ -239,6 +259,6 @@ def test_a_trace_leaves_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         return sum(map(is_fake, gc.get_objects()))
 
     before = num_fakes()
-    _traced(Filling, monkeypatch)
+    _traced(Filling, monkeypatch, **COSTS)
     SEEN.clear()
     assert num_fakes() <= before
