@@ -47,6 +47,7 @@ from boltmesh.strategies.pipeline.options import (
     STAGES,
     PipelineContext,
     PipelineOptions,
+    gathers_refused,
     refuse_absent_parameters,
     refuse_accumulation,
     refuse_late_gradients,
@@ -179,10 +180,10 @@ class PipelineAxis(Axis):
                 axis.cut_into_stages(units)
             # Values sent over boundaries have the dtype that the model will have.
             strategy.model = strategy.precision_plugin.convert_module(module)
-            is_shown = strategy.is_global_zero
             with (
                 fake_optimizers(strategy, module),
-                long_phase("cuts the model into stages", is_shown=is_shown),
+                long_phase("cuts the model into stages", is_shown=strategy.is_global_zero),
+                gathers_refused(strategy, step),
             ):
                 staged.place(module, step, sample.batch, rest, around)
             self._evaluation = Evaluation(staged)
@@ -190,11 +191,10 @@ class PipelineAxis(Axis):
             with fake_optimizers(strategy, module):
                 staged.expectations.look_at(sample.batch, rest, around)
             self._sample = sample.batch, rest
-        if not self._is_new:
-            return
-        staged.make()
-        if strategy.data_axis.is_sharded:
-            strategy.model_to_device()  # stages exist already, and are gathered whole for a step
+        if self._is_new:
+            staged.make()
+            if strategy.data_axis.is_sharded:  # stages exist, and are gathered whole for a step
+                strategy.model_to_device()
 
     def _context(self) -> PipelineContext:
         strategy = self.strategy

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -22,6 +22,7 @@ from boltmesh.strategies.dry_run.unsupported import Reasons
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.optimizer_probe import mixes_parameters
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.partition.split import UnitCost
 from boltmesh.strategies.pipeline.schedules.registry import check_schedule, schedule_kind
 from boltmesh.strategies.pipeline.stage.units import is_absent
@@ -191,6 +192,24 @@ def refuse_manual_optimization(module: LightningModule) -> None:
             f"so manual_backward has no place in training_step. Return the loss from "
             f"training_step, or use bolt_ddp or bolt_zero3."
         )
+
+
+def gathers_refused(strategy: Any, step: str) -> AbstractContextManager[None]:
+    """Return a context in which a step that gathers values of other pipelines is refused.
+
+    Args:
+        strategy: The strategy, whose first rank alone traces the step.
+        step: Name of the step.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{step} gathers values of all data ranks (all_gather), and the first rank alone looks "
+            f"at it to cut the model into stages. Log by self.log(..., sync_dist=True), or use one "
+            f"pipeline (data=1), bolt_zero1 to 3 or bolt_tensor."
+        )
+
+    return patched(strategy, all_gather=refuse) if strategy.data_axis.size > 1 else nullcontext()
 
 
 def refuse_layout(options: PipelineOptions, layout: MeshLayout) -> None:

@@ -277,6 +277,32 @@ class Averaged(Stack):
             each.detach().mul_(0.9)
 
 
+class Gathering(Stack):
+    """Whose step counts the rows of all data ranks, and whose validation, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss * self.all_gather(torch.tensor(4.0)).mean() / 4
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("rows", self.all_gather(torch.tensor(float(len(batch[0])))).sum())
+
+
+def gather(rank: int, world_size: int, stages: int, method: str) -> float:
+    strategy = PipelineParallelStrategy(stages=stages, timeout_s=60.0, telemetry=False)
+    trainer = quiet_trainer(world_size, strategy, max_steps=1)
+    getattr(trainer, method)(Gathering(depth=4), token_data(8, 4))
+    return float(trainer.callback_metrics.get("rows", 0))
+
+
+@pytest.mark.ranks
+def test_a_step_that_gathers_values_of_other_pipelines_is_refused() -> None:
+    with pytest.raises(RankFailure, match="training_step gathers values of all data ranks"):
+        run_ranks(gather, 4, 2, "fit")
+    run_ranks(gather, 2, 2, "fit")
+    assert run_ranks(gather, 4, 2, "validate") == [8.0] * 4
+
+
 class Listed(Stack):
     """Has its list from a hook of training."""
 
