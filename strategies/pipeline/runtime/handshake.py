@@ -60,16 +60,21 @@ class RowExchange:
         ]
 
     def send(self, row: Tensor) -> None:
-        """Send this rank's row, shape ``(length,)``; returns at once."""
+        """Send this rank's row, shape ``(length,)``, to all ranks that live; returns at once."""
         self._own = row  # its memory has to stay until it is sent
-        for other in self._others:  # one by one: those sent must stay alive if a later one raises
-            self._sends.append(self._messages.send(row, other, self._tag))
+        for other in self._others:
+            # From a rank that is gone nothing arrives either: recv raises. All others get the row.
+            with contextlib.suppress(RuntimeError):
+                self._sends.append(self._messages.send(row, other, self._tag))
 
     def recv(self, deadline: Deadline) -> Tensor:
         """Wait for the other ranks, after ``send``.
 
         Returns:
             The rows of all ranks in order, shape ``(R, length)``.
+
+        Raises:
+            RuntimeError: A rank is gone, or did not send before the deadline.
         """
         assert self._own is not None
         deadline.wait((*self._receives, *self._sends))

@@ -1,5 +1,6 @@
 """A step that fails on one rank fails on all, in seconds and with the cause."""
 
+import contextlib
 import os
 import re
 import threading
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from boltmesh.errors import BoltMeshError, PipelineError
-from boltmesh.failure_board import FailureBoard
+from boltmesh.failure_board import Deadline, FailureBoard
+from boltmesh.strategies.pipeline.runtime.handshake import RowExchange
+from boltmesh.strategies.pipeline.runtime.p2p import HostMessages
 from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from tests.support.programs import programs
@@ -247,6 +250,32 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
         assert float(seconds) < SECONDS
         assert re.search(r"Stage [13] waited for the (values|gradients) of microbatch \d", text)
         assert "from pipeline rank 2, which is gone" in text
+
+
+def exchange_with_a_dead_rank(rank: int, world_size: int, folder: str) -> None:
+    assert dist.group.WORLD is not None
+    exchange = RowExchange(dist.group.WORLD, 1, torch.int64, tag=0)
+    dist.barrier()
+    if rank == 1:
+        os._exit(7)
+    messages = HostMessages(dist.group.WORLD)
+    with contextlib.suppress(RuntimeError):  # until gloo has noticed
+        while True:
+            messages.send(torch.zeros(1), 1, tag=1)
+            time.sleep(0.01)
+    exchange.send(torch.tensor([10 + rank]))
+    with pytest.raises(RuntimeError):
+        exchange.recv(Deadline(None))
+    if rank == 2:
+        Path(folder, "row").write_text(str(exchange._rows[0].item()))
+
+
+@pytest.mark.ranks
+def test_a_row_reaches_the_ranks_behind_one_that_is_gone(tmp_path: Path) -> None:
+    """Where only some have noticed, the others waited for their rows until they were ended."""
+    with pytest.raises(RankFailure, match="rank 1: died with exit code 7"):
+        run_ranks(exchange_with_a_dead_rank, 3, str(tmp_path), grace_s=SECONDS)
+    assert (tmp_path / "row").read_text() == "10"
 
 
 TIMEOUT_S = 20.0
