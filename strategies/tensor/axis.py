@@ -146,6 +146,7 @@ class TensorAxis(LayerAxis):
             analyses=not any(
                 place for axis, place in strategy.coordinates.items() if axis != "data"
             ),
+            verifies=not strategy.coordinates.get("pipeline", 0),
         )
 
     def _precision(self) -> StepPrecision:

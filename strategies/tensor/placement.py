@@ -72,6 +72,9 @@ class TensorContext:
     analyses: bool = True
     """Whether this rank analyses a step: the first rank does, and those with which a step may
     gather values, as by ``self.all_gather``."""
+    verifies: bool = True
+    """Whether this rank verifies the plan: those of the first pipeline stage do, as all ranks have
+    the whole model then."""
 
 
 _CPU = torch.device("cpu")
@@ -255,8 +258,10 @@ def place(
                 context.precision,
                 context.world_cpu_group,
                 lambda: _group_for_a_proof(context),
+                context.verifies,
             ),
         )
+    seen = broadcast_from_rank0(recorder.seen, context.world_cpu_group)
     _make_shards(
         module,
         blocks,
@@ -266,9 +271,7 @@ def place(
         size=group.size,
         rank=group.rank,
     )
-    applied = apply_plan(
-        module, plan, group, loss_parallel=options.loss_parallel, verified=recorder.seen
-    )
+    applied = apply_plan(module, plan, group, loss_parallel=options.loss_parallel, verified=seen)
     divisions = divisions_of(applied.plan, group.rank)
     placed = TensorPlacement(
         module,
@@ -276,7 +279,7 @@ def place(
         applied,
         divisions,
         tuple(applied.sharded),
-        counted,
+        counted if context.verifies else None,
         PartialActivationHooks(applied),
     )
     return placed, plan.notes[known:]

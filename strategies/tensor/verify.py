@@ -1,9 +1,10 @@
 """Verifies a plan before the first step, with one batch on the whole model and on the divided one.
 
 Wrong plans raise no error: a router may see only a part of the sequence, or a rank only a part of
-a gradient. So each kind of block runs the user's own step whole and as planned, on the
-ranks and links that will train, and the loss and every gradient have to agree. If they do not, the
-next backend is tried, and the block stays whole if none is right.
+a gradient. So each kind of block runs the user's own step whole and as planned, on ranks and links
+that will train, and the loss and every gradient have to agree. If they do not, the next backend is
+tried, and the block stays whole if none is right. In a pipeline the ranks of the first stage verify
+the plan for all.
 
 One block of each kind runs first, to find the backends; then all blocks, to check interactions
 between them, such as a shared cache; at once if the step needs what a skipped block leaves on
@@ -90,6 +91,8 @@ class ProofInputs:
         new_group: Creates a group of the tensor axis's ranks for planned steps. Collective over
             all ranks of the job. A collective in which not all ranks took part leaves a group
             unusable, so the next trial gets a new one.
+        verifies: Whether this rank runs the step; the others follow. All ranks of a tensor group
+            or none, and those of the first rank's.
     """
 
     rehearsal: DryRun
@@ -99,6 +102,7 @@ class ProofInputs:
     precision: StepPrecision
     world_cpu_group: ProcessGroup
     new_group: Callable[[], TensorGroup]
+    verifies: bool = True
 
 
 @rare_garbage_collection()
@@ -109,7 +113,8 @@ def prove(plan: TensorPlan, stage: ProofInputs) -> tuple[TensorPlan, Counted | N
     was like a step of the run.
 
     Collective over all ranks of the job, whose models are equal, whole except for skipped blocks,
-    and on the device of the step. The models do not change.
+    and on the device of the step. The models do not change. The traffic is the same on all ranks
+    that verify.
 
     Raises:
         ConfigError: If the step cannot be run at all.
@@ -145,7 +150,7 @@ class _Proof:
         self.nudged: dict[_Run, DryRunOutcome] = {}
         """Outcomes with nudged parameters, if they were needed."""
         self.compared: list[tuple[TensorPlan, _Run, str | None, Counted]] = []
-        """Plans, each with the fault and the traffic in a run, the same on all ranks."""
+        """Plans, each with the fault, the same on all ranks, and the traffic in a run."""
         self.rehearsal = stage.rehearsal
         self.tolerance = TOLERANCE
         self.counted: Counted | None = None
@@ -322,15 +327,14 @@ class _Proof:
 
     def _run_whole(self, run: _Run) -> None:
         """Run the whole model; raise its error on all ranks with the first rank's reason."""
-        try:
-            with self._passed(run):
-                outcome = self.rehearsal.run(has_backward=run.has_backward)
-                text = None
-        except Exception as error:  # noqa: BLE001 - the user's step may raise anything
-            outcome, text = DryRunOutcome(), f"{type(error).__name__}: {error}"
-            cause: BaseException | None = error
-        else:
-            cause = None
+        outcome, text = DryRunOutcome(), None
+        cause: BaseException | None = None
+        if self.stage.verifies:
+            try:
+                with self._passed(run):
+                    outcome = self.rehearsal.run(has_backward=run.has_backward)
+            except Exception as error:  # noqa: BLE001 - the user's step may raise anything
+                text, cause = f"{type(error).__name__}: {error}", error
         text = self._first(text)
         try:
             if text is not None:
@@ -389,6 +393,8 @@ class _Proof:
     def _compare(
         self, plan: TensorPlan, run: _Run, group: TensorGroup, counter: CountedGroup
     ) -> str | None:
+        if not self.stage.verifies:
+            return None
         with self._passed(run), parameters_kept(self.root):
             applied = apply_plan(self.root, plan, group)
             try:

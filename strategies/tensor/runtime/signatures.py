@@ -71,8 +71,10 @@ def _add(found: list[tuple[str, Any]], path: str, value: Any) -> None:
     if isinstance(value, Tensor):
         kind = "floats" if value.is_floating_point() else str(value.dtype)
         found.append((path, (kind, tuple(size == 1 for size in value.shape))))
-    elif value is None or isinstance(value, (bool, str)):
+    elif value is None or isinstance(value, bool):
         found.append((path, value))
+    elif isinstance(value, str):  # also a member of an Enum, whose class others may not have
+        found.append((path, str.__str__(value)))
     elif isinstance(value, Mapping):
         for key, each in value.items():
             _add(found, f"{path}[{key!r}]", each)
@@ -80,7 +82,7 @@ def _add(found: list[tuple[str, Any]], path: str, value: Any) -> None:
         for place, each in enumerate(value):
             _add(found, f"{path}[{place}]", each)
     else:
-        found.append((path, type(value)))
+        found.append((path, f"a {type(value).__module__}.{type(value).__qualname__}"))
 
 
 def without_sizes(signature: Signature) -> Signature:
@@ -439,7 +441,7 @@ def _described(kind: Any) -> str:
             return f"a tensor of {dims} dims ({name})"
         sizes = ", ".join("1" if each else "n" for each in dims)
         return f"a tensor of shape [{sizes}] ({name})"
-    return kind.__name__ if isinstance(kind, type) else repr(kind)
+    return kind if isinstance(kind, str) and kind.startswith("a ") else repr(kind)
 
 
 _COUPLED = "is not verified in the run, as ranks with other batches send rows to its experts"

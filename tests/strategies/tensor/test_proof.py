@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies import TensorParallelStrategy
+from boltmesh.strategies import TensorParallelStrategy, gathered_parameters
 from boltmesh.strategies.dry_run import step as dry_run_step
 from boltmesh.strategies.tensor import placement, verify
 from boltmesh.strategies.tensor.analysis.analyse import analyse
@@ -20,7 +21,10 @@ from boltmesh.strategies.tensor.planning import make_plan
 from boltmesh.strategies.torch_compat.communication import destroy_group
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.numbered import Losses
+from tests.support.pipeline_tensor import PipelineTensor
+from tests.support.pipelines import quiet_trainer
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.stack import Block, Stack, token_data
 
 pytestmark = pytest.mark.ranks
 
@@ -484,3 +488,67 @@ def test_options_that_do_not_exist_are_refused() -> None:
                     {"loss_parallel": "never"}):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(options))):
             TensorParallelStrategy(**options)
+
+
+class Scaled(nn.Module):
+    """A layer that is given objects of classes that no other rank can find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(8, 12)
+
+    def forward(self, x: Tensor, scale: Any, mode: str) -> Tensor:
+        made: Tensor = self.inner(x)
+        return made * scale.value if mode == "scaled" else made
+
+
+def _local_scale() -> tuple[Any, str]:
+    class Scale:
+        value = 0.5
+
+    class Mode(str, Enum):
+        SCALED = "scaled"
+
+    return Scale(), Mode.SCALED
+
+
+class ScaledStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(width=8, hidden=12)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, *_local_scale())
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def train_in_stages(rank: int, world_size: int, strategy: Any) -> tuple[Any, int, int]:
+    """Return parameters, whole runs of the step for the proof, and layers that are divided."""
+    dry_run: Any = dry_run_step.DryRun
+    runs, run = [], dry_run.run
+
+    def counted(self: Any, **options: Any) -> Any:
+        runs.append(1)
+        return run(self, **options)
+
+    dry_run.run = counted
+    seed_everything(1, verbose=False)
+    module = ScaledStack()
+    trainer = quiet_trainer(world_size, strategy, max_steps=3)
+    trainer.fit(module, token_data(24, 8))
+    with gathered_parameters(module):
+        values = {name: each.detach().clone() for name, each in module.named_parameters()}
+    axis = getattr(trainer.strategy, "tensor_axis", None)
+    return values, len(runs), 0 if axis is None else len(axis.plan.sharded)
+
+
+def test_in_a_pipeline_ranks_of_the_first_stage_verify_for_all() -> None:
+    ((wanted, *_),) = run_ranks(train_in_stages, 1, "auto")
+    found = run_ranks(train_in_stages, 4, PipelineTensor(stages=2, size=2, telemetry=False))
+    for values, _, divided in found:
+        torch.testing.assert_close(values, wanted, rtol=1e-4, atol=1e-5)
+        assert divided
+    assert [bool(runs) for _, runs, _ in found] == [True, True, False, False]
