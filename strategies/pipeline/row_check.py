@@ -157,7 +157,7 @@ class RowCheck:
     def _stage(self, stage: int, batch: Any) -> StageRun:
         run, plans = self._run, self._plans
         args = (run.step, batch, *run.rest)
-        with torch.enable_grad():  # as for the batch: plans are kept by it
+        with torch.enable_grad(), plans.trying():  # as for the batch: plans are kept by it
             if stage == self._end:  # up to its last unit
                 return plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[0]).last
             return plans.stages(*args, kwargs=run.kwargs, seed=run.seeds[0])[stage]

@@ -51,6 +51,7 @@ from boltmesh.strategies.pipeline.runtime.failure import PeerPipelines
 from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
 from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING
+from boltmesh.strategies.pipeline.stage.unit_outputs import needed_to_derive
 from boltmesh.strategies.pipeline.stage.units import refuse_calls_outside
 from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
@@ -226,11 +227,17 @@ class StagedModel:
             return
         rows = self.cutter.rows(run.batch)
         tried = set() if self.programs.has_forwards_first else sizes_tried(rows.count)
-        pair = {PAIR} if run.sizes[0] < PAIR else set()
-        counts = sorted(tried | pair, reverse=True)
-        some = [pick(run.batch, rows, range(min(each, rows.count))) for each in counts]
+        tried |= {PAIR} if run.sizes[0] < PAIR else set()
+        known = {**dict(zip(run.sizes, run.parts, strict=True)), rows.count: run.batch}
+        others = {each: pick(run.batch, rows, range(each)) for each in tried - known.keys()}
+        known |= {each: others.pop(each) for each in needed_to_derive(known, others)}
+        assert self.placement is not None
+        plans = self.placement.plans
         with around():
-            self.share_outputs([*run.parts, run.batch, *some], run.rest, run.kwargs)
+            self.share_outputs([*run.parts, *known.values()], run.rest, run.kwargs)
+            plans.derive_outputs(TRAINING, known, others, run.rest, run.kwargs)
+            with plans.trying():
+                self.share_outputs(others.values(), run.rest, run.kwargs)
 
     def share_outputs(
         self, batches: Iterable[Any], rest: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -261,7 +261,7 @@ class TailTrial:
     def values_in(self, part: Any) -> tuple[tuple[ValueSpec, bool], ...]:
         """Return specs of the values that the end of the step uses, for some rows."""
         step = self._step
-        with self._around():
+        with self._around(), self._plans.trying():
             is_known = self._plans.knows(step.step, part, *step.rest, kwargs=step.kwargs)
         with self._around() if is_known else self._untraced():
             plan = self._tail(part).plan
@@ -289,7 +289,8 @@ class TailTrial:
         return find_metrics(self._module)
 
     def _tail(self, part: Any) -> StageRun:
-        return tail_of(self._plans, replace(self._step, parts=[part]), 0).end
+        with self._plans.trying():
+            return tail_of(self._plans, replace(self._step, parts=[part]), 0).end
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.unsupported import with_inner
 from boltmesh.strategies.object_collectives import gather_objects
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.stage.cut import (
     StageBoundaries,
     StagePlan,
@@ -36,7 +37,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     refuse_writes,
 )
 from boltmesh.strategies.pipeline.stage.trace_step import trace_step
-from boltmesh.strategies.pipeline.stage.unit_outputs import from_bytes, to_bytes
+from boltmesh.strategies.pipeline.stage.unit_outputs import from_bytes, outputs_for_rows, to_bytes
 from boltmesh.strategies.pipeline.stage.units import unit_parameters
 from boltmesh.strategies.pytree import hidden_members, is_constant, nesting, take_apart
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
@@ -120,6 +121,10 @@ WEIGHTS_ONLY = (nn.Embedding, nn.Linear)
 """Layers that a later stage may call again, because only their weights are shared."""
 
 
+_State = tuple[Hashable, Hashable, bool]
+"""State that a step may depend on, attributes that it keeps, and whether it is tried."""
+
+
 @dataclass
 class _KnownSignature:
     """Traces and plans of batches of one signature."""
@@ -178,6 +183,7 @@ class StagePlans:
         self.check: Callable[[tuple[StagePlan, ...]], None] | None = None
         """Called with every new cut of a step; raises if this rank cannot run it."""
         self._known: OrderedDict[Hashable, _KnownSignature] = OrderedDict()
+        self._is_trial = False
         self._kept_attributes: dict[tuple[str, str], None] = {}
         """Attributes that steps set to what is no unit's value, by module and name, in order."""
 
@@ -322,13 +328,48 @@ class StagePlans:
                 if number not in own and number < len(known):
                     known[number].outputs.update(from_bytes(outputs, device))
 
-    def _state(self, step: str) -> Hashable:
+    def derive_outputs(
+        self,
+        step: str,
+        known: Mapping[int, Any],
+        batches: Mapping[int, Any],
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Derive the units' outputs for trials from those for batches, see ``outputs_for_rows``.
+
+        Args:
+            step: The name of the method.
+            known: Batches with known outputs, by number of rows.
+            batches: Other rows of them, by number of rows.
+            rest: As for :meth:`stages_of_parts`.
+            kwargs: As for :meth:`stages`.
+        """
+        state = self._state(step)
+        outputs = {
+            rows: self._of_signature(state, each, rest, kwargs).outputs
+            for rows, each in known.items()
+        }
+        with self.trying():
+            state = self._state(step)
+            for rows, each in batches.items():
+                derived = outputs_for_rows(outputs, rows)
+                self._of_signature(state, each, rest, kwargs).outputs.update(derived)
+
+    def trying(self) -> AbstractContextManager[None]:
+        """Return a context for trials, in which traces may use derived outputs.
+
+        Traces of steps are used there as well; those made within are not used elsewhere.
+        """
+        return patched(self, _is_trial=True)
+
+    def _state(self, step: str) -> _State:
         kept = (
             vars(self.root.get_submodule(module)).get(name)
             for module, name in self._kept_attributes
         )
         signature = step_signature(self.root, self.parameters, step)
-        return signature, tuple(map(attribute_signature, kept))
+        return signature, tuple(map(attribute_signature, kept)), self._is_trial
 
     def _note_attributes(self, trace: StepTrace) -> bool:
         """Note the attributes that a step has changed; return whether there are new ones."""
@@ -339,7 +380,7 @@ class StagePlans:
 
     def _known_of(
         self,
-        state: Hashable,
+        state: _State,
         step: str,
         batch: Any,
         rest: tuple[Any, ...],
@@ -367,18 +408,24 @@ class StagePlans:
 
     @staticmethod
     def _signature(
-        state: Hashable, batch: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+        state: _State, batch: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> Hashable:
         parts = batch, rest[1:], dict(kwargs or {})
         return state, *map(batch_signature, parts)
 
     def _of_signature(
         self,
-        state: Hashable,
+        state: _State,
         batch: Any,
         rest: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
     ) -> _KnownSignature:
+        of_step, attributes, is_trial = state
+        if is_trial:
+            as_step = of_step, attributes, False
+            traced = self._known.get(self._signature(as_step, batch, rest, kwargs))
+            if traced is not None and (traced.traces or traced.outputs):
+                return traced
         signature = self._signature(state, batch, rest, kwargs)
         known = self._known.get(signature)
         if known is None:

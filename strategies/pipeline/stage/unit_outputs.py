@@ -171,6 +171,96 @@ def from_bytes(outputs: Iterable[bytes], device: torch.device) -> dict[Place, Un
     return found
 
 
+FEWEST_KNOWN = 3
+"""Two batches fix a line, and another one shows whether it is one."""
+
+
+def needed_to_derive(known: Collection[int], others: Collection[int]) -> list[int]:
+    """Return of which further numbers of rows outputs have to be known to derive the others.
+
+    One of those known is no power of two, to which layers may pad.
+
+    Args:
+        known: The numbers of rows of which outputs are known.
+        others: The numbers of rows that are needed beside them.
+    """
+    left = sorted(others, key=lambda rows: (_is_power_of_two(rows), rows))
+    needed: list[int] = []
+    while left:
+        chosen = [*known, *needed]
+        if len(chosen) >= FEWEST_KNOWN and not all(map(_is_power_of_two, chosen)):
+            break
+        needed.append(left.pop(0))
+    return needed
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def outputs_for_rows(
+    known: Mapping[int, Mapping[Place, UnitOutput]], rows: int
+) -> dict[Place, UnitOutput]:
+    """Return outputs of units for a batch, from those for batches that differ in rows alone.
+
+    Those of which sizes, strides and other integers are linear in the number of rows in all known
+    batches, of which there have to be ``FEWEST_KNOWN``, and all else is the same.
+
+    Args:
+        known: Outputs of units by place, by number of rows.
+        rows: Number of rows of the batch.
+    """
+    if len(known) < FEWEST_KNOWN:
+        return {}
+    calls = {
+        count: {(place.unit, place.given[-1]): (place, output) for place, output in each.items()}
+        for count, each in known.items()
+    }
+    first, *between, last = sorted(calls)
+    found: dict[Place, UnitOutput] = {}
+    for call, (_, output) in calls[first].items():
+        with suppress(Exception):  # objects raise anything where they are compared
+            one, other = (_comparable(*calls[each][call]) for each in (first, last))
+            for count in between:
+                if _on_line(one, other, first, last, count) != _comparable(*calls[count][call]):
+                    raise _NotLinearError
+            place, _, leaves, *facts = _on_line(one, other, first, last, rows)
+            found[place] = UnitOutput(leaves, output.build, *facts)
+    return found
+
+
+class _NotLinearError(Exception):
+    """A value is not linear in the number of rows."""
+
+
+def _comparable(place: Place, output: UnitOutput) -> tuple[Any, ...]:
+    # The function that builds an output may hold more of it: attributes, keys of dictionaries.
+    build = pickle.dumps(output.build)
+    facts = output.needs_grad, output.written_buffers, output.sees_one_value
+    return place, build, output.leaves, *facts
+
+
+def _on_line(one: Any, other: Any, first: int, last: int, rows: int) -> Any:
+    """Return a value for a number of rows, from its values for ``first`` and ``last`` rows."""
+    if type(one) is not type(other):
+        raise _NotLinearError
+    if isinstance(one, TensorSpec):
+        sizes = _on_line((one.shape, one.stride), (other.shape, other.stride), first, last, rows)
+        kind = _on_line((one.dtype, one.device), (other.dtype, other.device), first, last, rows)
+        return TensorSpec(*sizes, *kind)
+    if type(one) in (tuple, torch.Size, Place) and len(one) == len(other):
+        pairs = zip(one, other, strict=True)
+        parts = [_on_line(this, that, first, last, rows) for this, that in pairs]
+        return Place(*parts) if isinstance(one, Place) else type(one)(parts)
+    if one == other:
+        return one
+    if type(one) is int:
+        added, remainder = divmod((other - one) * (rows - first), last - first)
+        if not remainder:
+            return one + added
+    raise _NotLinearError
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, device: torch.device) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

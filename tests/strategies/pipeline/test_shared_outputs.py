@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,12 @@ from boltmesh.errors import BoltMeshError
 from boltmesh.strategies import gathered_parameters
 from boltmesh.strategies.pipeline.stage import fake_unit, trace_step
 from boltmesh.strategies.pipeline.stage.trace import Argument, Place, TensorSpec, UnitOutput
-from boltmesh.strategies.pipeline.stage.unit_outputs import from_bytes, to_bytes
+from boltmesh.strategies.pipeline.stage.unit_outputs import (
+    from_bytes,
+    needed_to_derive,
+    outputs_for_rows,
+    to_bytes,
+)
 from boltmesh.strategies.pytree import take_apart
 from tests.support.pipeline_tensor import PipelineTensor
 from tests.support.pipelines import pipeline, quiet_trainer
@@ -141,6 +147,32 @@ class Repeated(Stack):
         return logits[:, :taken] + logits[:, taken:].mean(1, keepdim=True)
 
 
+class Padding(nn.Module):
+    """A layer that pads its rows to a power of two."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = 2 ** (len(x) - 1).bit_length() - len(x)
+        made: Tensor = self.inner(nn.functional.pad(x, (0, 0, 0, 0, 0, missing)))
+        return made
+
+
+class Padded(Stack):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.padding = Padding(options["width"])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.padding(self.embedding(tokens))[: len(tokens)]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
 def train(rank: int, world_size: int, kind: type[Stack], strategy: Any, sizes: Any) -> Any:
     """Return parameters, units run without data, the number of ranks that share, and the module."""
     runs: list[tuple[str, tuple[int, ...]]] = []
@@ -178,9 +210,76 @@ def test_each_unit_is_run_on_one_rank_for_each_kind_of_batch() -> None:
     for values, _, _ in found:
         torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
     times = Counter(run for _, runs, _ in found for run in runs)
-    of_blocks = {run: count for run, count in times.items() if run[0] == "blocks.0"}
-    assert len(of_blocks) >= 3  # a microbatch, the batch, and what the loss is tried on
-    assert set(of_blocks.values()) == {1}
+    of_blocks = {shape[0]: count for (name, shape), count in times.items() if name == "blocks.0"}
+    # One row was run for the division of the model; two rows, for checks, follow from these.
+    assert of_blocks == {3: 1, 4: 1}
+
+
+@pytest.mark.ranks
+def test_a_layer_is_run_for_each_number_of_rows_where_its_sizes_are_not_linear() -> None:
+    ((wanted, *_),) = run_ranks(share, 1, Padded, "auto", EVEN)
+    found = run_ranks(share, 2, Padded, pipeline(), EVEN)
+    for values, _, _ in found:
+        torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
+    runs = Counter((name, shape[0]) for _, each, _ in found for name, shape in each)
+    assert {rows: runs["padding", rows] for rows in (2, 3, 4)} == {2: 1, 3: 1, 4: 1}
+    assert runs["blocks.0", 2] == 0
+
+
+@dataclass
+class Numbered:
+    """An output that also knows its number of rows."""
+
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.x)
+
+
+class Numbering(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Numbered:
+        return Numbered(self.inner(x))
+
+
+class Counted(Stack):
+    """The step uses that number, which is none of the output's tensors."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.numbering = Numbering(options["width"])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        numbered = self.numbering(self.embedding(tokens))
+        x = numbered.x * (numbered.rows / len(tokens))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def train_longer(rank: int, world_size: int, strategy: Any) -> Any:
+    """Train with batches of 4 rows, and then with those of 8 and 12, in which parts have 2 and 3.
+
+    Of both numbers outputs were derived for the checks of the first batch.
+    """
+    seed_everything(1, verbose=False)
+    module = Counted(depth=4, **EVEN)
+    trainer = quiet_trainer(world_size, strategy, max_steps=4)
+    batches: Any = [next(iter(token_data(24, rows))) for rows in (4, 4, 8, 12)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    with gathered_parameters(module):
+        return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+@pytest.mark.ranks
+def test_later_batches_have_outputs_of_their_own() -> None:
+    (wanted,) = run_ranks(train_longer, 1, "auto")
+    for values in run_ranks(train_longer, 2, pipeline(schedule="1f1b")):
+        torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.ranks
@@ -267,6 +366,65 @@ def _known(*leaves: object) -> dict[Place, UnitOutput]:
     build = take_apart(["leaf"] * len(leaves))[1]
     place = Place("unit", (), (TensorSpec((2,), (1,), torch.float32, CPU), CPU), ())
     return {place: UnitOutput(leaves, build, (False,) * len(leaves))}
+
+
+def _of_rows(
+    rows: int, *, number: int | None = None, pads: bool = False, keys: int | None = None
+) -> Any:
+    """Return what is known of a layer that gives its rows first, second, and in a dim alone."""
+    count = rows + (rows % 2 if pads else 0)
+    layout = torch.float32, CPU
+    given = TensorSpec((rows, 5), (5, 1), *layout), rows if number is None else number, CPU
+    leaves = (
+        TensorSpec((count, 4), (4, 1), *layout),
+        TensorSpec((3, rows, 2), (2 * rows, 2, 1), *layout),
+        TensorSpec((2 * rows,), (1,), *layout),
+        Argument(1),
+        rows,
+        torch.float32,
+        True,
+    )
+    nested = [{str(number): "leaf"} for number in range(keys or 1)][-1:]
+    build = take_apart([*nested, *["leaf"] * (len(leaves) - 1)])[1]
+    output = UnitOutput(leaves, build, (False,) * len(leaves))
+    return {Place("unit", (rows, "gelu"), (given, 1), ()): output}
+
+
+def test_outputs_follow_from_those_for_other_rows() -> None:
+    known = {rows: _of_rows(rows) for rows in (1, 2, 8)}
+    for rows in (3, 5, 16):
+        ((place, output),) = outputs_for_rows(known, rows).items()
+        ((wanted, other),) = _of_rows(rows).items()
+        assert (place, output.leaves) == (wanted, other.leaves)
+        assert output.build([*"abcdefg"]) == [{"0": "a"}, *"bcdefg"]
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {rows: _of_rows(rows) for rows in (1, 8)},
+        {rows: _of_rows(rows, pads=True) for rows in (1, 2, 8)},
+        {rows: _of_rows(rows, number=rows * rows) for rows in (1, 2, 8)},
+        {1: _of_rows(1), 2: {}, 8: _of_rows(8)},
+        {rows: _of_rows(rows, keys=rows) for rows in (1, 2, 8)},
+    ],
+    ids=["two points", "padded", "a square", "missing", "other keys"],
+)
+def test_outputs_of_other_rows_do_not_follow_where_sizes_are_not_linear(known: Any) -> None:
+    assert outputs_for_rows(known, 3) == {}
+
+
+def test_outputs_for_a_number_that_is_no_power_of_two_are_known() -> None:
+    assert needed_to_derive({1, 8}, {2, 3, 5}) == [3]
+    assert needed_to_derive({2, 12}, {3, 5}) == [3]
+    assert needed_to_derive({1, 3, 9}, {2, 5}) == []
+    assert needed_to_derive({1, 2}, {4}) == [4]
+
+
+def test_only_whole_sizes_follow() -> None:
+    known = {rows: _of_rows(rows, number=rows // 2) for rows in (2, 4, 8)}
+    assert outputs_for_rows(known, 6)
+    assert outputs_for_rows(known, 3) == {}
 
 
 def test_the_device_of_a_rank_becomes_that_of_another() -> None:
