@@ -1,6 +1,6 @@
 """Finds the output of a unit without its parameters' values and without computation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self, override
 
 from boltmesh.errors import ConfigError, UnsupportedError
@@ -49,6 +50,9 @@ from boltmesh.strategies.torch_compat.tensors import (
     with_fitting_sizes,
 )
 
+Note = Callable[[list[Tensor], list[Tensor]], None]
+"""Takes the tensors that a function gets and those that it returns."""
+
 MOST_READS = 10_000
 """Limit of reads of data within a unit: a loop until its data end it would not end on a guess."""
 
@@ -68,6 +72,51 @@ class FakeCall:
     """Memory that autograd keeps of it, see ``SavedTensorWatch.saved_since``."""
 
 
+class TensorsOfUnits:
+    """Tensors that units make, and those of others that a unit finds but in its arguments.
+
+    Such as values of an earlier layer that a hook has left in a list. What does not follow from
+    values, as cached positions, is left out: a layer makes it again where it is absent.
+
+    Args:
+        is_value: Returns whether the output of a unit is behind a tensor between units.
+    """
+
+    def __init__(self, is_value: Callable[[Tensor], bool]) -> None:
+        self._is_value = is_value
+        self._made: MutableMapping[Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
+        """The call in which a tensor was made, and whether from values."""
+        self._call = 0
+        self._given: list[Tensor] = []
+        self.found: list[Tensor] = []
+        """Values that the current unit has found."""
+
+    def begin(self, call: int, given: list[Tensor]) -> None:
+        """Begin a unit's call.
+
+        Args:
+            call: Number of the call, as ``made_at`` returns it.
+            given: Tensors in its arguments.
+        """
+        self._call, self._given, self.found = call, given, []
+
+    def note(self, given: list[Tensor], made: list[Tensor]) -> None:
+        """Record the tensors that a function within the unit gets and returns."""
+        follows = False
+        for tensor in given:
+            call, is_of_values = self._made.get(tensor, (self._call, False))
+            is_given = any(tensor is each for each in self._given)
+            if not is_given and (self._is_value(tensor) or (is_of_values and call != self._call)):
+                self.found.append(tensor)
+            follows |= is_given or is_of_values or self._is_value(tensor)
+        for tensor in made:
+            self._made.setdefault(tensor, (self._call, follows))
+
+    def made_at(self, tensor: Tensor, otherwise: int) -> int:
+        """Return the number of the call in which a tensor was made; ``otherwise`` if unknown."""
+        return self._made.get(tensor, (otherwise, True))[0]
+
+
 class UnitError(ConfigError):
     """A unit cannot be run on fake tensors."""
 
@@ -83,6 +132,7 @@ def run_on_fakes(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     *,
     counts_flops: bool,
+    note: Note = lambda given, made: None,
 ) -> FakeCall:
     """Run a unit on fake tensors, which have shape and dtype and no data.
 
@@ -94,6 +144,7 @@ def run_on_fakes(
         arguments: The positional and keyword arguments of the call. Tensors that do not come from
             units have data, which the unit may read.
         counts_flops: Whether to count floating point operations as well.
+        note: Called for each function in the unit with the tensors that it gets and returns.
 
     Raises:
         UnitError: The unit fails on fake tensors.
@@ -103,7 +154,7 @@ def run_on_fakes(
     errors: list[Exception] = []
     for answer in (False, True):
         described = f"{name!r} ({type(unit).__name__})"
-        watch = _Watch(described, tensors_in(arguments), answer=answer)
+        watch = _Watch(described, tensors_in(arguments), answer=answer, note=note)
         counter = _FlopCounter() if counts_flops else None
         counted: AbstractContextManager[Any] = counter or nullcontext()
         state = {
@@ -174,11 +225,19 @@ class _NoModules(ModuleTracker):
 class _Watch(TorchFunctionMode):
     """Gives guesses for a unit's reads of fake tensors, and records its reads of others."""
 
-    def __init__(self, unit: str, inputs: Sequence[Tensor], *, answer: bool) -> None:
+    def __init__(
+        self,
+        unit: str,
+        inputs: Sequence[Tensor],
+        *,
+        answer: bool,
+        note: Note,
+    ) -> None:
         super().__init__()
         self.unit = unit
         self.inputs = inputs
         self.answer = answer
+        self.note = note
         self.has_guessed = False
         self.sees_one_value = False
         self.answers: list[Any] = []
@@ -192,8 +251,16 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        refuse_collective(func, (*args, *kwargs.values()), self.unit)
         given = tensors_in((args, kwargs))
+        result = self._execute(func, args, kwargs, given)
+        if made := tensors_in(result):
+            self.note(given, made)
+        return result
+
+    def _execute(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        refuse_collective(func, (*args, *kwargs.values()), self.unit)
         # A unit's own parameters have no data while it runs.
         self.borrowed += [one for one in given if isinstance(one, Parameter) and not is_fake(one)]
         name = name_of(func)

@@ -51,6 +51,15 @@ def place_of(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}"
 
 
+def holder_of(value: object, root: Module) -> str | None:
+    """Return the dotted name of an attribute of a module that is ``value``, or None."""
+    for name, module in root.named_modules():
+        for attribute, each in vars(module).items():
+            if each is value:
+                return f"{name}.{attribute}".lstrip(".")
+    return None
+
+
 def write_refused(parameter: str, place: str, how: str) -> ConfigError:
     """Return the error for a write to a parameter that stages cannot do once for a batch."""
     return ConfigError(

@@ -31,6 +31,7 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     sees_one_value,
     select,
 )
+from boltmesh.strategies.pipeline.stage.fake_unit import TensorsOfUnits
 from boltmesh.strategies.pipeline.stage.trace import (
     NO_EVENT,
     StepTrace,
@@ -39,6 +40,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     UnitOutput,
     Value,
     ValueRead,
+    holder_of,
     line_of_step,
     version_of,
     write_refused,
@@ -101,8 +103,9 @@ class BetweenUnitsTracer(OwnFunctionMode):
         self.kept: list[Tensor] = []
         """All tensors seen, so that addresses stay unique."""
         self.to_end: list[Value] = []
+        self.in_units = TensorsOfUnits(lambda tensor: id(tensor) in self.values)
         self.has_unreturned = False
-        """Whether a value came from a unit other than in its result."""
+        """Whether a value came from a unit other than in its result, or into one."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -188,6 +191,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
             if is_fake(tensor):
                 self._value_of(tensor)  # the unit may have left it behind, and does so again
         self.unit_before = [(tensor, version_of(tensor)) for tensor in given]
+        self.in_units.begin(len(self.trace.events), given)
         self.unit_event = TraceEvent(name, True, self._parameters_of(given), line_of_step())
         return arguments
 
@@ -195,7 +199,8 @@ class BetweenUnitsTracer(OwnFunctionMode):
         self, result: Any, output: UnitOutput, borrowed: list[Parameter], written: list[Tensor]
     ) -> None:
         """Record a unit's result, parameters of others that it used, and tensors that it wrote."""
-        given = [tensor for tensor, _ in self.unit_before]
+        given = [*(tensor for tensor, _ in self.unit_before), *self.in_units.found]
+        self.has_unreturned |= bool(self.in_units.found)
         event = self.unit_event
         event = replace(event, parameters=event.parameters | self._parameters_of([*borrowed]))
         index = self._add(event, given, self.unit_before)
@@ -485,10 +490,13 @@ class BetweenUnitsTracer(OwnFunctionMode):
         if value is None:
             self.has_unreturned = True
             self.kept.append(fake)
-            holder = self._holder_of(fake)
-            value = self._add_value(fake, holder, of=fake)
+            first = min(self.trace.outputs, default=NO_EVENT)  # refused wherever it may be wrong
+            made_at = self.in_units.made_at(fake, first)
+            unit = "no layer" if made_at == NO_EVENT else repr(self.trace.events[made_at].name)
+            origin = holder_of(fake, self.root) or f"a tensor of {unit}"
+            value = self._add_value(fake, origin, of=fake)
             value.is_side_effect = True
-            value.made_at = self._last_call_of(holder)
+            value.made_at = made_at
         return value
 
     def _add_value(self, tensor: Tensor, origin: str, *, of: Tensor) -> Value:
@@ -504,17 +512,3 @@ class BetweenUnitsTracer(OwnFunctionMode):
         self.values[id(fake)] = value
         self.values_of_storage.setdefault(value.storage, []).append((fake, value))
         self.trace.values.append(value)
-
-    def _last_call_of(self, holder: str) -> int:
-        """Return the last call of the unit that holds an attribute, else of any unit."""
-        calls = self.trace.unit_events()
-        own = [call for call in calls if holder.startswith(f"{self.trace.events[call].name}.")]
-        return (own or calls or [NO_EVENT])[-1]
-
-    def _holder_of(self, fake: Tensor) -> str:
-        """Return the attribute in which a layer left a tensor that it did not return."""
-        for name, module in self.root.named_modules():
-            for attribute, value in vars(module).items():
-                if value is fake:
-                    return f"{name}.{attribute}"
-        return "a tensor that no layer returned"

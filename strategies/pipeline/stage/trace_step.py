@@ -46,7 +46,6 @@ from boltmesh.strategies.random_state import (
 )
 from boltmesh.strategies.torch_compat.modules import (
     distributions_unchecked,
-    hooks_unchanged,
     without_nested_batches,
 )
 from boltmesh.strategies.torch_compat.tensors import (
@@ -233,7 +232,6 @@ class _StepTracer:
         }
         with ExitStack() as stack:
             around = outside_of(self.root, self.units.values())
-            stack.enter_context(hooks_unchanged(self.root.modules()))
             # To the end: the step may read what units set on themselves, and set it, too.
             stack.enter_context(modules_unchanged(self.root.modules()))
             stack.enter_context(random_state_unchanged(device))
@@ -364,6 +362,7 @@ class _StepTracer:
                 self.mode,
                 arguments,
                 counts_flops=self.counts_flops,
+                note=self.between.in_units.note,
             )
             if calls is not None:
                 calls.append(called)
@@ -388,7 +387,16 @@ class _StepTracer:
         return self.has_recalled or (self.kinds is not None and self.kinds.has_repeated)
 
     def _hand_out(self, *values: Any, **options: Any) -> None:
-        """Record values that leave the step, which the last stage needs at its end."""
+        """Record values that leave the step, which the last stage needs at its end.
+
+        Raises:
+            UnsupportedError: A layer logs a value.
+        """
+        if self.is_inside:
+            raise UnsupportedError(
+                f"A layer logs {values[0]!r}, and other ranks than the one of that layer would not "
+                f"have it. Return it from the layer, and log it in the step."
+            )
         with self.between.paused():
             self.between.keep_to_end(tensors_in(list(values) + list(options.values())))
 

@@ -327,6 +327,143 @@ class SideEffect(Words):
         return super().loss(x, tokens) + first.penalty
 
 
+class KeptActivations(Words):
+    """Regularizes activations that hooks within layers put into a list, as is often published."""
+
+    hooked: tuple[int, ...] = (1,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        for index in self.hooked:
+            block: Any = self.blocks[index]
+            block.mix.register_forward_hook(self.keep)
+
+    def keep(self, module: Any, args: Any, out: Tensor) -> None:
+        self.kept.append(out)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept.clear()
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(each.square().mean() for each in self.kept)
+
+
+class KeptOfEqualLayers(KeptActivations):
+    hooked = (0, 1, 2, 3, 4, 5)
+
+
+class KeptOnLastStage(KeptActivations):
+    hooked = (4, 5)
+
+
+class KeptActivation(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        block: Any = self.blocks[1]
+        block.mix.register_forward_hook(self.keep)
+
+    def keep(self, module: Any, args: Any, out: Tensor) -> None:
+        self.hidden = out
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().loss(x, tokens) + self.hidden.square().mean()
+
+
+class LoggedActivation(KeptActivation):
+    def keep(self, module: Any, args: Any, out: Tensor) -> None:
+        self.log("activation", out.mean())
+
+
+class Kept:
+    """A hook that keeps what a layer gives, as fastai's ``Hook`` does."""
+
+    stored: Any = None
+
+    def __call__(self, module: Any, args: Any, out: Tensor) -> None:
+        self.stored = out
+
+
+class Joining(nn.Module):
+    """A layer that finds an earlier one's output in a hook, as ``UnetBlock`` of fastai does."""
+
+    def __init__(self, hook: Any) -> None:
+        super().__init__()
+        self.hook, self.mix = hook, nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(torch.cat([x, self.hook.stored], -1))
+
+
+class DynamicUnet(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Kept()
+        self.hooked().register_forward_hook(self.kept)
+        self.joining = Joining(self.kept)
+
+    def hooked(self) -> nn.Module:
+        return self.blocks[1]
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().loss(self.joining(x), tokens)
+
+
+class InnerUnet(DynamicUnet):
+    def hooked(self) -> nn.Module:
+        block: Any = self.blocks[1]
+        return block.mix
+
+
+class Memory(Words):
+    """The step leaves an earlier layer's output on a later one, as a decoder's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joining = Joining(Kept())
+
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                hook: Any = self.joining.hook
+                hook.stored = 2 * x
+        made: Tensor = self.joining(x)
+        return made
+
+
+class Positions:
+    """Positions that the first layer to need them computes for all, as of lucidrains' rotary."""
+
+    cached: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        if self.cached is None:
+            angles = torch.arange(x.shape[1], dtype=torch.float32)[:, None]
+            self.cached = (angles / torch.arange(1, x.shape[2] + 1)).cos()
+        return self.cached
+
+
+class Turned(Block):
+    positions: Positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.positions.of(x))
+
+
+class Rotary(Words):
+    def __init__(self) -> None:
+        super().__init__(make=Turned)
+        positions, blocks = Positions(), self.blocks
+        for each in blocks:
+            vars(each)["positions"] = positions
+
+
+@pytest.mark.parametrize("kind", [DynamicUnet, Memory, Rotary])
+def test_layers_find_values_of_earlier_ones_where_they_look(kind: Any) -> None:
+    split = split_evenly(_seeded(kind), "training_step", (TOKENS, 0), 4)
+    check_parity(_seeded(kind), [TOKENS, TOKENS[:2]], split=split)
+
+
 @torch.library.custom_op("boltmesh_tests::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
     """Nobody registered what it gives for tensors without data."""
@@ -407,6 +544,11 @@ REFUSED = [
     (SkipsByData, r"__bool__\(\) of gt at .* decides which layers the step runs"),
     (MapsOutput, r"softmax at .* is called within torch.vmap .* output of a layer.*inside a layer"),
     (SideEffect, r"uses blocks.0.penalty on stage .* did not return.*Return it from the layer"),
+    (KeptActivation, r"uses hidden on stage .* did not return"),
+    (KeptActivations, r"uses a tensor of 'blocks.1' on stage .* did not return"),
+    (KeptOfEqualLayers, r"uses a tensor of 'blocks.0' on stage .* did not return"),
+    (InnerUnet, r"uses a tensor of 'blocks.1' on stage .* did not return"),
+    (LoggedActivation, r"A layer logs 'activation'.*Return it from the layer, and log it"),
     (Untraceable, r"'blocks.0' \(CustomBlock\) cannot be run on .*test_stage_run.py"),
     (BufferWrite, r"add_ at .* writes what a layer computes into a buffer.*inside a layer"),
 ]
@@ -416,6 +558,15 @@ REFUSED = [
 def test_what_cannot_be_cut_is_refused_by_name(kind: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _stages(kind())
+
+
+def test_activations_kept_by_layers_of_the_last_stage_train() -> None:
+    module = _seeded(KeptOnLastStage)
+    split = {
+        name: 0 if name in {"embedding", "blocks.0", "blocks.1"} else 1
+        for name in find_stage_units(module)
+    }
+    check_parity(module, [TOKENS], split=split)
 
 
 def test_a_stage_without_a_layer_is_refused() -> None:
