@@ -19,6 +19,15 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 
+def is_checkpointed() -> bool:
+    """Whether a backward pass will run this code again, by ``torch.utils.checkpoint``.
+
+    False within its reentrant form.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether a leaf has hooks on its gradient."""
     return bool(tensor._backward_hooks) or has_accumulation_hooks(tensor)

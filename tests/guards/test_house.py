@@ -9,7 +9,7 @@ from tests.guards.house import ROOT, Figure, Module, figures, source_modules
 
 MOST = {
     "strategies-files": 265,
-    "strategies-lines": 71_050,
+    "strategies-lines": 71_150,
     "strategies-longest": 520,
     "tui-files": 124,
     "tui-longest": 520,

@@ -1,9 +1,10 @@
 """Finds the output of a unit without its parameters' values and without computation."""
 
-from collections.abc import Callable, MutableMapping, Sequence
+import re
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -39,6 +40,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
 )
 from boltmesh.strategies.pipeline.stage.units import is_absent
 from boltmesh.strategies.pytree import is_constant, take_apart, tensors_in
+from boltmesh.strategies.torch_compat.autograd import is_checkpointed
 from boltmesh.strategies.torch_compat.modules import needless_conversions_skipped, swapped_state
 from boltmesh.strategies.torch_compat.tensors import (
     NEEDS_DATA,
@@ -50,8 +52,8 @@ from boltmesh.strategies.torch_compat.tensors import (
     with_fitting_sizes,
 )
 
-Note = Callable[[list[Tensor], list[Tensor]], None]
-"""Takes the tensors that a function gets and those that it returns."""
+Note = Callable[[str, list[Tensor], list[Tensor]], None]
+"""Takes the name of a function, and the tensors that it gets and returns."""
 
 MOST_READS = 10_000
 """Limit of reads of data within a unit: a loop until its data end it would not end on a guess."""
@@ -72,11 +74,23 @@ class FakeCall:
     """Memory that autograd keeps of it, see ``SavedTensorWatch.saved_since``."""
 
 
+class _MadeInCall(NamedTuple):
+    """Where a tensor was made."""
+
+    call: int
+    """Number of the unit's call."""
+    is_value: bool
+    """Whether it was computed from the contents of values of units."""
+    found: tuple[Tensor, ...]
+    """Values from which it was computed that the unit has found elsewhere than in its arguments."""
+
+
 class TensorsOfUnits:
     """Tensors that units make, and those of others that a unit finds but in its arguments.
 
-    Such as values of an earlier layer that a hook has left in a list. What does not follow from
-    values, as cached positions, is left out: a layer makes it again where it is absent.
+    Such as values of an earlier layer that a hook has left in a list. Two kinds are left out: what
+    does not follow from values, as cached positions, since a layer makes it again where it is
+    absent; and values that do not reach the unit's result, as those of a running statistic.
 
     Args:
         is_value: Returns whether the output of a unit is behind a tensor between units.
@@ -84,12 +98,12 @@ class TensorsOfUnits:
 
     def __init__(self, is_value: Callable[[Tensor], bool]) -> None:
         self._is_value = is_value
-        self._made: MutableMapping[Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
-        """The call in which a tensor was made, and whether from values."""
+        self._made: MutableMapping[Tensor, _MadeInCall] = WeakIdKeyDictionary()
         self._call = 0
         self._given: list[Tensor] = []
-        self.found: list[Tensor] = []
-        """Values that the current unit has found."""
+        self._found: tuple[Tensor, ...] = ()
+        self._is_repeated = False
+        """Whether some of them were found where the backward pass finds them again."""
 
     def begin(self, call: int, given: list[Tensor]) -> None:
         """Begin a unit's call.
@@ -98,23 +112,95 @@ class TensorsOfUnits:
             call: Number of the call, as ``made_at`` returns it.
             given: Tensors in its arguments.
         """
-        self._call, self._given, self.found = call, given, []
+        self._call, self._given, self._found, self._is_repeated = call, given, (), False
 
-    def note(self, given: list[Tensor], made: list[Tensor]) -> None:
+    def note(self, name: str, given: list[Tensor], made: list[Tensor]) -> None:
         """Record the tensors that a function within the unit gets and returns."""
-        follows = False
-        for tensor in given:
-            call, is_of_values = self._made.get(tensor, (self._call, False))
+        if writes_to_first(name) and not made:
+            made = given[:1]
+        if _OF_SHAPE.match(name):
+            given = []
+        is_value, found = False, list[Tensor]()
+        for tensor in given[:1] if name in _LIKE_OTHER else given:
+            source = self._made.get(tensor)
             is_given = any(tensor is each for each in self._given)
-            if not is_given and (self._is_value(tensor) or (is_of_values and call != self._call)):
-                self.found.append(tensor)
-            follows |= is_given or is_of_values or self._is_value(tensor)
+            is_own = source is not None and source.call == self._call
+            is_value |= is_given or self._is_value(tensor)
+            if source is not None:
+                is_value |= source.is_value
+            if is_own and source is not None:
+                found += source.found
+            elif not is_given and (
+                self._is_value(tensor) or (source is not None and source.is_value)
+            ):
+                found.append(tensor)
+        self._found = _without_repetitions([*self._found, *found])
+        self._is_repeated |= bool(found) and is_checkpointed()
         for tensor in made:
-            self._made.setdefault(tensor, (self._call, follows))
+            before = self._made.get(tensor)
+            if before is None:
+                self._made[tensor] = _MadeInCall(self._call, is_value, _without_repetitions(found))
+            elif before.call == self._call:
+                both = _without_repetitions([*before.found, *found])
+                self._made[tensor] = _MadeInCall(self._call, before.is_value or is_value, both)
+
+    def found_for(self, unit: str, result: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the values that the current unit has found and that its result depends on.
+
+        Raises:
+            UnsupportedError: The unit runs again in its backward pass, and would find others.
+        """
+        found: list[Tensor] = []
+        for tensor in result:
+            source = self._made.get(tensor)
+            if source is None and not any(tensor is each for each in self._given):
+                found += self._found  # made by a function that was not seen
+            elif source is not None and source.call == self._call:
+                found += source.found
+        if found and self._is_repeated:
+            raise UnsupportedError(
+                f"{unit!r} computes with an earlier layer's output that is not among its arguments "
+                f"and runs again in its backward pass (torch.utils.checkpoint), where it would "
+                f"find that of another microbatch. Give it to the layer as an argument, or leave "
+                f"activation checkpointing out."
+            )
+        return _without_repetitions(found)
 
     def made_at(self, tensor: Tensor, otherwise: int) -> int:
         """Return the number of the call in which a tensor was made; ``otherwise`` if unknown."""
-        return self._made.get(tensor, (otherwise, True))[0]
+        source = self._made.get(tensor)
+        return otherwise if source is None else source.call
+
+
+_OF_SHAPE = re.compile(r"new_|.*_like$")
+"""Functions that take a tensor's shape and kind, and not its contents."""
+
+_LIKE_OTHER = frozenset({"type_as", "to", "expand_as", "view_as", "reshape_as"})
+"""Functions that take only those of their second argument."""
+
+
+def holds_values(unit: Module) -> bool:
+    """Whether attributes of a unit, or objects in them, hold tensors without data.
+
+    They are values of earlier units.
+    """
+    for module in unit.modules():
+        for key, value in vars(module).items():
+            if key in _STATE or is_constant(value):
+                continue
+            inside = value.values() if isinstance(value, dict) else value
+            several = inside if isinstance(value, dict | list | tuple) else [value]
+            held = [one for each in several for one in getattr(each, "__dict__", {}).values()]
+            if any(map(is_fake, several)) or any(map(is_fake, held)):
+                return True
+    return False
+
+
+_STATE = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _without_repetitions(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple({id(each): each for each in tensors}.values())
 
 
 class UnitError(ConfigError):
@@ -132,7 +218,7 @@ def run_on_fakes(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     *,
     counts_flops: bool,
-    note: Note = lambda given, made: None,
+    note: Note = lambda name, given, made: None,
 ) -> FakeCall:
     """Run a unit on fake tensors, which have shape and dtype and no data.
 
@@ -144,7 +230,7 @@ def run_on_fakes(
         arguments: The positional and keyword arguments of the call. Tensors that do not come from
             units have data, which the unit may read.
         counts_flops: Whether to count floating point operations as well.
-        note: Called for each function in the unit with the tensors that it gets and returns.
+        note: Called for each function in the unit.
 
     Raises:
         UnitError: The unit fails on fake tensors.
@@ -253,8 +339,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
         result = self._execute(func, args, kwargs, given)
-        if made := tensors_in(result):
-            self.note(given, made)
+        self.note(name_of(func), given, tensors_in(result))
         return result
 
     def _execute(

@@ -199,8 +199,9 @@ class BetweenUnitsTracer(OwnFunctionMode):
         self, result: Any, output: UnitOutput, borrowed: list[Parameter], written: list[Tensor]
     ) -> None:
         """Record a unit's result, parameters of others that it used, and tensors that it wrote."""
-        given = [*(tensor for tensor, _ in self.unit_before), *self.in_units.found]
-        self.has_unreturned |= bool(self.in_units.found)
+        found = self.in_units.found_for(self.unit_event.name, tensors_in(result))
+        given = [*(tensor for tensor, _ in self.unit_before), *found]
+        self.has_unreturned |= bool(found)
         event = self.unit_event
         event = replace(event, parameters=event.parameters | self._parameters_of([*borrowed]))
         index = self._add(event, given, self.unit_before)

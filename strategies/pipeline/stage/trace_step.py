@@ -21,7 +21,7 @@ from boltmesh.strategies.dry_run.metrics import MetricCall, answer, find_metrics
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.dry_run.step import rare_garbage_collection
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, run_on_fakes
+from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, holds_values, run_on_fakes
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
 from boltmesh.strategies.pipeline.stage.trace import (
     NO_EVENT,
@@ -348,7 +348,9 @@ class _StepTracer:
             return FakeCall(recall(output, arguments, self.mode), output, [], 0)
         if self.repeats and self.kinds is None:
             self.kinds = KnownUnits(self.units, self.replaced.on_instances())
-        first = None if self.kinds is None else self.kinds.find(name, place)
+        first = None
+        if self.kinds is not None and not holds_values(unit):
+            first = self.kinds.find(name, place)
         if first is not None:
             return self._repeat(first, place, arguments)
         saved = None if self.keeping is None else self.keeping.saved()

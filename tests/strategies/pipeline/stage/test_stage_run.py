@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from boltmesh.errors import ConfigError, DivergenceError, UnsupportedError
 from boltmesh.strategies.pipeline.partition.choose import units_in_call_order
@@ -458,7 +459,93 @@ class Rotary(Words):
             vars(each)["positions"] = positions
 
 
-@pytest.mark.parametrize("kind", [DynamicUnet, Memory, Rotary])
+class FromFirst(Block):
+    """Adds what the first layer of all has given."""
+
+    kept: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x)
+        return made + 0.1 * self.kept.stored
+
+
+class FromEmbedding(Words):
+    """The first of its equal blocks has as its argument what all of them find in a hook."""
+
+    make: type[Block] = FromFirst
+
+    def __init__(self) -> None:
+        super().__init__(make=self.make)
+        kept = Kept()
+        self.embedding.register_forward_hook(kept)
+        for each in self.blocks:
+            vars(each)["kept"] = kept
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        made: Tensor = self.embedding(tokens)
+        return made
+
+
+class Causal(Block):
+    """Makes a mask of its input's shape, for all layers that come later."""
+
+    kept: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept.stored is None:
+            self.kept.stored = torch.full_like(x[0, :, :1], 0.5) * x.new_ones(x.shape[1], 1)
+        return super().forward(x * self.kept.stored)
+
+
+class Observed(Block):
+    """Adds up a statistic over layers, which no result depends on."""
+
+    kept: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x)
+        total = made.detach().abs().mean()
+        self.kept.stored = total if self.kept.stored is None else self.kept.stored + total
+        return made
+
+
+class SharedKept(Words):
+    make: type[Block]
+
+    def __init__(self) -> None:
+        super().__init__(make=self.make)
+        for each in self.blocks:
+            vars(each)["kept"] = SHARED
+
+
+SHARED = Kept()
+
+
+class SharedMask(SharedKept):
+    make = Causal
+
+
+class SharedStatistic(SharedKept):
+    make = Observed
+
+
+@pytest.mark.parametrize("kind", [SharedMask, SharedStatistic])
+def test_what_layers_keep_of_shapes_or_for_no_result_may_cross_stages(kind: Any) -> None:
+    SHARED.stored = None
+    assert [len(run.plan.values_in) for run in _stages(kind())] == [0, 1, 1, 1]
+
+
+class Recomputed(FromFirst):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return made
+
+
+class RecomputedFromEmbedding(FromEmbedding):
+    make = Recomputed
+
+
+@pytest.mark.parametrize("kind", [DynamicUnet, FromEmbedding, Memory, Rotary])
 def test_layers_find_values_of_earlier_ones_where_they_look(kind: Any) -> None:
     split = split_evenly(_seeded(kind), "training_step", (TOKENS, 0), 4)
     check_parity(_seeded(kind), [TOKENS, TOKENS[:2]], split=split)
@@ -547,6 +634,7 @@ REFUSED = [
     (KeptActivation, r"uses hidden on stage .* did not return"),
     (KeptActivations, r"uses a tensor of 'blocks.1' on stage .* did not return"),
     (KeptOfEqualLayers, r"uses a tensor of 'blocks.0' on stage .* did not return"),
+    (RecomputedFromEmbedding, r"'blocks.1' computes with an earlier .* runs again in its backward"),
     (InnerUnet, r"uses a tensor of 'blocks.1' on stage .* did not return"),
     (LoggedActivation, r"A layer logs 'activation'.*Return it from the layer, and log it"),
     (Untraceable, r"'blocks.0' \(CustomBlock\) cannot be run on .*test_stage_run.py"),
