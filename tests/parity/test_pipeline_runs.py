@@ -189,13 +189,25 @@ def test_a_summary_of_an_example_and_a_profiler_change_nothing(tmp_path: Path, n
         torch.testing.assert_close(losses, reference, rtol=1e-4, atol=1e-5)
 
 
+class Expected(Callback):
+    """Keeps the traffic that is expected of a step, which is empty once telemetry is closed."""
+
+    def __init__(self) -> None:
+        self.traffic: list[tuple[str, float, float | None]] = []
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        expected = trainer.strategy.expected_traffic()
+        self.traffic = [(each.operator, each.payload_bytes, each.calls) for each in expected]
+
+
 def expect(rank: int, world_size: int) -> list[tuple[str, float, float | None]]:
-    strategy = pipeline()
-    trainer = quiet_trainer(world_size, strategy, accumulate_grad_batches=2)
+    expected = Expected()
+    options = {"accumulate_grad_batches": 2, "callbacks": [expected]}
+    trainer = quiet_trainer(world_size, pipeline(telemetry=True), **options)
     module = Plain(depth=4)
     trainer.validate(module, pair(13), verbose=False)
     trainer.fit(module, token_data(32, 8))
-    return [(each.operator, each.payload_bytes, each.calls) for each in strategy.expected_traffic()]
+    return expected.traffic
 
 
 @pytest.mark.full

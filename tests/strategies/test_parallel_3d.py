@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,12 @@ from torch.utils.data import DataLoader
 
 from boltmesh.errors import ConfigError, LayoutError, UnsupportedError
 from boltmesh.strategies import Parallel3DStrategy, gathered_parameters
+from boltmesh.strategies.pipeline.stage import plan_cache
+from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.telemetry.reader.reader import open_job
+from tests.fuzz.cases import Case, Module, batches
 from tests.support.gpts import TinyGPT, text_data
+from tests.support.pipelines import quiet_trainer
 from tests.support.planned_meshes import check_memory, planned, said
 from tests.support.ranks import run_ranks
 from tests.support.recording_path import RecordingPath
@@ -317,3 +322,42 @@ def test_the_bytes_of_both_axes_are_the_bytes_expected() -> None:
         plan = planned(Silent, Texts, 4, {"tensor": 2, **options}, settings, ties=True)
         assert said(plan) == expected
         check_memory(plan, snapshot, num_parameters=len(list(Silent().parameters())))
+
+
+# Traces.
+
+
+class Traces(Callback):
+    """Counts the traces of a step until the end of each batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._patched = mock.patch.object(plan_cache, "trace_step", wraps=trace_step)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._traces = self._patched.start()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counts.append(self._traces.call_count)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._patched.stop()
+
+
+def traced(rank: int, world_size: int) -> list[int]:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    case = Case(0, "phi3", {**sizes, **heads}, padded=(False, False, False))
+    traces = Traces()
+    strategy = Parallel3DStrategy(pipeline=2, tensor=2, microbatches=2, telemetry=False)
+    trainer = quiet_trainer(world_size, strategy, callbacks=[traces])
+    loader: DataLoader[Any] = DataLoader(batches(case), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(Module(case), loader)
+    return traces.counts
+
+
+def test_steps_of_blocks_whose_products_are_dtensors_are_traced_once() -> None:
+    """Phi-3 has one projection for queries, keys and values."""
+    for first, *others in run_ranks(traced, 4):
+        assert 0 < first < 10
+        assert others == [first, first]

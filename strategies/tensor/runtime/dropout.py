@@ -18,6 +18,7 @@ from typing_extensions import Self
 from boltmesh.strategies.deferred_initialization.recording import default_generator
 from boltmesh.strategies.patch import Around, Changes
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.torch_compat.tensors import functions_unwatched
 
 _SPREAD = 0x9E3779B97F4A7C15
 """Odd and without pattern, so that the seeds of neighbouring ranks are unrelated."""
@@ -110,7 +111,8 @@ class Draws:
 
 
 def _drawn_from(generator: torch.Generator) -> int:
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    with functions_unwatched():  # a pipeline would take it for data that a layer reads
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def _advance(generator: torch.Generator) -> None:
@@ -137,7 +139,8 @@ def _state_of(generator: torch.Generator) -> Any:
 
 
 def _is_same(state: Any, other: Any) -> bool:
-    return bool(torch.equal(state, other) if isinstance(state, Tensor) else state == other)
+    with functions_unwatched():
+        return bool(torch.equal(state, other) if isinstance(state, Tensor) else state == other)
 
 
 class DrawOwn:

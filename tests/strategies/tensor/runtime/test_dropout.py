@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from boltmesh.strategies.blocks import find_blocks
@@ -79,6 +80,31 @@ def test_only_listed_modules_draw_by_rank_and_all_repeat_per_seed() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
         assert not any(torch.equal(a, b) for a, b in zip(one, seeded, strict=True))
     assert torch.equal(results[0][2], results[1][2])
+
+
+class _Functions(TorchFunctionMode):
+    """Records the functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _watched(rank: int, world_size: int) -> list[str]:
+    draws = Draws(_group())
+    with _Functions() as watch, draws.own(), draws.alike():
+        torch.rand(1)
+    return watch.names
+
+
+def test_a_change_of_the_generator_is_no_function_of_the_layer() -> None:
+    """A pipeline would take it for a read of data, and trace the step for each microbatch."""
+    for names in run_ranks(_watched, 2):
+        assert names == ["rand"]
 
 
 @pytest.mark.full
