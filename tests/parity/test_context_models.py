@@ -12,7 +12,7 @@ REFUSED: dict[str, str] = {
     "bailing_hybrid": "__setitem__ writes in place into a tensor whose sequence is divided",
     "kimi_linear": "__setitem__ writes in place into a tensor whose sequence is divided",
     "longcat_flash": "index_add_ writes in place into a tensor whose sequence is divided",
-    "phimoe": "gives a value (the first) that is",  # its router draws experts by chance
+    "phimoe": "something else than whole: it gives an output",  # its router draws experts by chance
 }
 """What its step does that cannot be divided, by model."""
 
