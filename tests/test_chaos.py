@@ -10,7 +10,7 @@ from tests.chaos import run_chaos
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(380)
-@pytest.mark.parametrize("in_memory_every", [None, 10], ids=["disk", "memory"])
+@pytest.mark.parametrize("in_memory_every", [None, 9], ids=["disk", "memory"])
 def test_a_run_that_is_killed_at_random_ends_like_one_that_was_left_alone(
     tmp_path: Path, in_memory_every: int | None
 ) -> None:
